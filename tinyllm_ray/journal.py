@@ -1,0 +1,67 @@
+"""Append-only JSON Lines that survive a crash at any byte.
+
+A record counts once its line, newline included, is on disk. What a crash left after the last newline was never
+recorded: readers leave it out and the next append removes it. Standard library only: the supervisor imports this.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from tinyllm_ray.errors import TinyllmRayError
+
+
+def append_line(path: Path, entry: dict[str, Any]) -> None:
+    """Append one JSON object and return when it is on the disk (fsync)."""
+    line = json.dumps(entry, separators=(",", ":"), allow_nan=False) + "\n"
+    with path.open("ab+") as file:
+        file.truncate(_end_of_last_line(file))
+        file.write(line.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Every recorded object in order; a missing file holds none.
+
+    Raises TinyllmRayError naming the line when one before the end is damaged: that is not a crash's doing.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    entries = []
+    for number, line in enumerate(data.split(b"\n")[:-1], start=1):
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            raise TinyllmRayError(f"{path}: line {number} is damaged and holds no JSON record: {error}") from error
+        entries.append(entry)
+    return entries
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace `path` in one step: a reader sees the old content or the whole of the other, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _end_of_last_line(file: BinaryIO) -> int:
+    """Byte position just after the last newline of an open binary file."""
+    position = file.seek(0, os.SEEK_END)
+    while position:
+        start = max(0, position - 65536)
+        file.seek(start)
+        newline = file.read(position - start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        position = start
+    return 0

@@ -1,0 +1,155 @@
+"""What a trial leaves: one TrialRecord, one line of `trials.jsonl`.
+
+A trial's fate is data, never an exception, and a figure is either measured or None. Times of a trial are seconds;
+`timestamp` fields are Unix time and only say when something was seen.
+"""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tinyllm_ray import journal
+
+SCHEMA_VERSION: Final = 1
+
+
+class Fate(StrEnum):
+    """How a trial ended."""
+
+    COMPLETE = "complete"
+    DOMINATED = "dominated"
+    """Stopped early because it cannot win."""
+    OUT_OF_MEMORY = "out_of_memory"
+    TIMED_OUT = "timed_out"
+    """Cut by its own limit or by the budget."""
+    INVALID = "invalid"
+    """Ran, but not what was asked: wrong kernels, wrong numbers."""
+    FAILED = "failed"
+    """Raised, or its process died by itself."""
+    LOST = "lost"
+    """Its node or Ray process went away."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class Protocol(_Record):
+    """How a throughput was measured."""
+
+    version: Literal[2] = 2
+    data_mode: Literal["real", "synthetic"] = "real"
+    """real: cache, loader and transfers; synthetic: one batch that stays on the device."""
+    warmup_updates: int = Field(default=20, ge=1)
+    """Updates before the first window; the first of them includes compilation."""
+    windows: int = Field(default=3, ge=1)
+    updates_per_window: int = Field(default=100, ge=1)
+
+
+class Window(_Record):
+    """One timed run of consecutive updates, between two waits for the device."""
+
+    index: int
+    updates: int
+    targets: int
+    seconds: float
+    targets_per_second: float
+    data_wait_seconds: float
+    """Part of `seconds` that the host spent waiting for the loader."""
+    loss: float | None
+    """Mean loss of the last update, in nats a target; None if not finite."""
+    grad_norm: float | None
+    """Global gradient norm of the last update before clipping; None if not finite."""
+    timestamp: float
+
+
+class Seconds(_Record):
+    """Where a trial's time went; None for a stage it did not reach."""
+
+    start: float | None = None
+    """From the fork to the first update's start: device, model, optimizer, loader."""
+    compile: float | None = None
+    """The first update, which includes compilation."""
+    warmup: float | None = None
+    """The other warm-up updates."""
+    windows: float | None = None
+    proof: float | None = None
+    total: float | None = None
+    """From the fork to the record's writing."""
+
+
+class Memory(_Record):
+    """Peak bytes; on a CPU only `used_bytes` (resident set) and `total_bytes`."""
+
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    used_bytes: int | None = None
+    """What the driver says the process holds."""
+    total_bytes: int | None = None
+
+
+class Device(_Record):
+    """One device a trial ran on."""
+
+    kind: Literal["cuda", "cpu"]
+    name: str
+    identifier: str | None = None
+    """The GPU's UUID."""
+    host: str
+    total_memory_bytes: int | None = None
+
+
+class TrialRecord(_Record):
+    """The whole truth about one trial."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    study: str
+    candidate: str
+    kind: Literal["measurement", "training"]
+    fate: Fate
+    reason: str | None = None
+    """Why the fate is what it is, for people; None where complete."""
+    recipe_identity: str
+    execution_identity: str
+    cache_identity: str | None
+    """None where the data is synthetic."""
+    source_identity: str
+    source_dirty: bool | None
+    """Whether the checkout had changes; None outside a checkout."""
+    execution: dict[str, Any]
+    """The execution section, all defaults settled."""
+    protocol: Protocol | None = None
+    devices: list[Device] = []
+    seconds: Seconds = Seconds()
+    windows: list[Window] = []
+    first_update_seconds: float | None = None
+    warmup_seconds: float | None = None
+    """All warm-up updates, the first included."""
+    seconds_per_update: float | None = None
+    targets_per_second: float | None = None
+    """Median over the windows."""
+    memory: Memory = Memory()
+    kernels: list[dict[str, Any]] | None = None
+    """Device kernels by category; None where they were not recorded."""
+    proof: dict[str, Any] | None = None
+    environment: dict[str, Any] = {}
+    compile_cache: str | None = None
+    configuration: str | None = None
+    """Path of the candidate's whole configuration, relative to the study's folder."""
+    timestamp: float
+    """When the trial began."""
+
+    @property
+    def spread(self) -> float | None:
+        """Half the range of the windows' throughputs, relative to their median."""
+        rates = [window.targets_per_second for window in self.windows]
+        if self.targets_per_second is None or len(rates) < 2:
+            return None
+        return (max(rates) - min(rates)) / 2 / self.targets_per_second
+
+
+def read_records(path: Path) -> list[TrialRecord]:
+    """The records of a study, oldest first; a torn last line is left out."""
+    return [TrialRecord.model_validate(entry) for entry in journal.read_lines(path)]

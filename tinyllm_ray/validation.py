@@ -1,0 +1,45 @@
+"""Turns pydantic's findings into one line that names the key, the value, what is allowed and the nearest match."""
+
+import difflib
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+
+def explain(error: ValidationError, model: type[BaseModel], source: str) -> str:
+    """The first finding of `error` on one line, with a count of the others."""
+    findings = error.errors(include_url=False)
+    # An unknown key is usually the cause of a missing one, so it goes first.
+    first = min(findings, key=lambda finding: finding["type"] != "extra_forbidden")
+    path = [str(part) for part in first["loc"] if part != "function-after"]
+    key = ".".join(path)
+    if first["type"] == "extra_forbidden":
+        line = f"{source}: {key}: there is no such key{_suggest(path, model)}"
+    elif first["type"] == "missing":
+        line = f"{source}: {key} is missing"
+    else:
+        message = first["msg"].removeprefix("Value error, ")
+        message = message[0].lower() + message[1:]
+        shown = "" if isinstance(first["input"], dict | BaseModel) else f"{first['input']!r} is not allowed: "
+        line = f"{source}: {key + ': ' if key else ''}{shown}{message}"
+    others = len(findings) - 1
+    return line + (f" (and {others} more)" if others else "")
+
+
+def _suggest(path: list[str], model: type[BaseModel]) -> str:
+    known = list(_key_paths(model))
+    section, name = tuple(path[:-1]), path[-1].replace("-", "_")
+    siblings = [place[-1] for place in known if place[:-1] == section]
+    elsewhere = [".".join(place) for place in known if place[-1] == name and place[:-1] != section]
+    near = [".".join((*section, match)) for match in difflib.get_close_matches(name, siblings, n=1, cutoff=0.5)]
+    hint = next((f"; did you mean {match}?" for match in elsewhere + near), "")
+    return f"{hint} (allowed here: {', '.join(siblings)})"
+
+
+def _key_paths(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, field in model.model_fields.items():
+        yield (*prefix, name)
+        annotation: Any = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield from _key_paths(annotation, (*prefix, name))
