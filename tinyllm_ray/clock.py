@@ -14,7 +14,8 @@ Clock = Callable[[], float]
 """Seconds on a clock that never goes back; only differences mean anything."""
 
 _UNIT_SECONDS = {"h": 3600, "m": 60, "s": 1}
-_DURATION = re.compile(r"(?:(?P<h>\d+(?:\.\d+)?)h)?(?:(?P<m>\d+(?:\.\d+)?)m)?(?:(?P<s>\d+(?:\.\d+)?)s)?")
+_NUMBER = r"[0-9]{1,9}(?:\.[0-9]{1,9})?"
+_DURATION = re.compile(rf"(?:(?P<h>{_NUMBER})h)?(?:(?P<m>{_NUMBER})m)?(?:(?P<s>{_NUMBER})s)?")
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,10 @@ def format_duration(seconds: float) -> str:
 
 
 _SLURM_TIME = re.compile(
-    r"(?P<days>\d+)-(?P<dh>\d+)(?::(?P<dm>\d+)(?::(?P<ds>\d+))?)?"
-    r"|(?P<h>\d+):(?P<hm>\d+):(?P<hs>\d+)"
-    r"|(?P<m>\d+)(?::(?P<s>\d+))?"
+    r"(?P<days>\d{1,9})-(?P<dh>\d{1,9})(?::(?P<dm>\d{1,9})(?::(?P<ds>\d{1,9}))?)?"
+    r"|(?P<h>\d{1,9}):(?P<hm>\d{1,9}):(?P<hs>\d{1,9})"
+    r"|(?P<m>\d{1,9})(?::(?P<s>\d{1,9}))?",
+    re.ASCII,
 )
 
 

@@ -137,7 +137,7 @@ class ExecutionConfig(Section):
     """Threads of CPU operators; null is every core the process may use, at most 8 beside a GPU."""
     prefetch_depth: Integer = Field(default=1, ge=0)
     """Ranges of the token cache read ahead."""
-    data_parallel: Literal[1] = 1
+    data_parallel: Annotated[Literal[1], BeforeValidator(_refuse_bool)] = 1
 
     @model_validator(mode="before")
     @classmethod

@@ -6,6 +6,8 @@ recorded: readers leave it out and the next append removes it. Standard library 
 
 import json
 import os
+import secrets
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,10 +16,15 @@ from tinyllm_ray.errors import TinyllmRayError
 
 def append_line(path: Path, entry: dict[str, Any]) -> None:
     """Append one JSON object and return when it is on the disk (fsync)."""
-    line = json.dumps(entry, separators=(",", ":"), allow_nan=False) + "\n"
+    append_lines(path, [entry])
+
+
+def append_lines(path: Path, entries: Iterable[dict[str, Any]]) -> None:
+    """Append JSON objects and return when all are on the disk; a crash meanwhile leaves the first of them or none."""
+    lines = [json.dumps(entry, separators=(",", ":"), allow_nan=False) + "\n" for entry in entries]
     with path.open("ab+") as file:
         file.truncate(_end_of_last_line(file))
-        file.write(line.encode())
+        file.write("".join(lines).encode())
         file.flush()
         os.fsync(file.fileno())
 
@@ -37,13 +44,16 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             entry = json.loads(line)
         except ValueError as error:
             raise TinyllmRayError(f"{path}: line {number} is damaged and holds no JSON record: {error}") from error
+        if not isinstance(entry, dict):
+            raise TinyllmRayError(f"{path}: line {number} is damaged and holds no JSON record, but {line[:40]!r}")
         entries.append(entry)
     return entries
 
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Replace `path` in one step: a reader sees the old content or the whole of the other, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Two threads, or two nodes with equal process numbers, must not write the same one.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         with temporary.open("wb") as file:
             file.write(data)

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from tinyllm_ray import journal
+from tinyllm_ray.config import Integer
 
 SCHEMA_VERSION: Final = 1
 
@@ -42,10 +43,10 @@ class Protocol(_Record):
     version: Literal[2] = 2
     data_mode: Literal["real", "synthetic"] = "real"
     """real: cache, loader and transfers; synthetic: one batch that stays on the device."""
-    warmup_updates: int = Field(default=20, ge=1)
+    warmup_updates: Integer = Field(default=20, ge=1)
     """Updates before the first window; the first of them includes compilation."""
-    windows: int = Field(default=3, ge=1)
-    updates_per_window: int = Field(default=100, ge=1)
+    windows: Integer = Field(default=3, ge=1)
+    updates_per_window: Integer = Field(default=100, ge=1)
 
 
 class Window(_Record):
@@ -77,7 +78,7 @@ class Seconds(_Record):
     windows: float | None = None
     proof: float | None = None
     total: float | None = None
-    """From the fork to the record's writing."""
+    """From the request to the record."""
 
 
 class Memory(_Record):
@@ -123,6 +124,8 @@ class TrialRecord(_Record):
     protocol: Protocol | None = None
     devices: list[Device] = []
     seconds: Seconds = Seconds()
+    start_stage_seconds: dict[str, float] = {}
+    """What `seconds.start` is made of: fork, runtime (to the device's first finished operation), model, loader."""
     windows: list[Window] = []
     first_update_seconds: float | None = None
     warmup_seconds: float | None = None

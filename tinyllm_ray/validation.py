@@ -31,10 +31,20 @@ def _suggest(path: list[str], model: type[BaseModel]) -> str:
     known = list(_key_paths(model))
     section, name = tuple(path[:-1]), path[-1].replace("-", "_")
     siblings = [place[-1] for place in known if place[:-1] == section]
-    elsewhere = [".".join(place) for place in known if place[-1] == name and place[:-1] != section]
-    near = [".".join((*section, match)) for match in difflib.get_close_matches(name, siblings, n=1, cutoff=0.5)]
-    hint = next((f"; did you mean {match}?" for match in elsewhere + near), "")
+    nearest = (
+        [place for place in known if place[-1] == name]
+        + [(*section, match) for match in difflib.get_close_matches(name, siblings, n=1, cutoff=0.5)]
+        + [place for match in _close(name, [place[-1] for place in known]) for place in known if place[-1] == match]
+    )
+    hint = f"; did you mean {'.'.join(nearest[0])}?" if nearest else ""
     return f"{hint} (allowed here: {', '.join(siblings)})"
+
+
+def _close(name: str, keys: list[str]) -> list[str]:
+    """Keys anywhere that `name` may stand for: misspelt, without its first word, or by its initials, like `lr`."""
+    shorter = [key for key in keys if key.endswith(f"_{name}")]
+    initials = [key for key in keys if len(name) > 1 and "".join(part[0] for part in key.split("_")).endswith(name)]
+    return shorter + difflib.get_close_matches(name, keys, n=1, cutoff=0.7) + initials
 
 
 def _key_paths(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

@@ -63,8 +63,10 @@ def parse_yaml(text: str, source: str) -> Any:
         where = f"line {mark.line + 1}: " if mark else ""
         problem = getattr(error, "problem", None) or str(error).split("\n", 1)[0]
         raise ConfigError(f"{source}: {where}this is no YAML: {problem}") from None
-    except ValueError as error:
-        raise ConfigError(f"{source}: {error}") from None
+    except (ValueError, KeyError, AttributeError) as error:  # PyYAML's own, for values that a tag does not fit
+        raise ConfigError(f"{source}: this is no YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{source}: nested too deeply") from None
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
@@ -84,4 +86,19 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 def dump_yaml(value: Any) -> str:
     """YAML text, keys in the given order, that `parse_yaml` and any YAML 1.1 reader turn back into `value`."""
-    return yaml.safe_dump(value, sort_keys=False, default_flow_style=False, width=100)
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=100)
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    # PyYAML quotes what YAML 1.1 would take for something else, which leaves out `1e-4` and `08`.
+    patterns = _Loader.yaml_implicit_resolvers.get(text[:1], [])
+    quoted = any(pattern.match(text) for _, pattern in patterns)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="'" if quoted else None)
+
+
+_Dumper.add_representer(str, _represent_text)

@@ -1,0 +1,24 @@
+"""The tuner's public API: `Tuner`, `TuneResult`, `load_space`.
+
+Names are loaded when they are asked for: the command line's supervisor imports this package and must start at once.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tinyllm_ray.search.space import Space, load_space
+    from tinyllm_ray.tune.tuner import Tuner, TuneResult
+
+__all__ = ["Space", "TuneResult", "Tuner", "load_space"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in {"load_space", "Space"}:
+        from tinyllm_ray.search import space
+
+        return getattr(space, name)
+    if name in {"Tuner", "TuneResult"}:
+        from tinyllm_ray.tune import tuner
+
+        return getattr(tuner, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,90 @@
+"""Which tests run (`slow` with --slow only, `gpu` where there is a CUDA device only), and what they share."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import Finished, RunModule
+
+# Small enough to run for real in a test: real Ray, real processes, real tokens, a model of half a million.
+TINY_RECIPE = """
+model: {layers: 1, width: 16, heads: 2, ffn: 32, context: 64, vocab_size: 32000}
+optimizer: {peak_learning_rate: 1e-3, betas: [0.9, 0.95]}
+training: {tokens_per_update: 512, token_budget: 51_200, epochs: 2}
+evaluation: {subset_blocks: 8}
+"""
+
+TINY_SPACE = """
+baseline: {micro_batch_size: 8, cpu_threads: 1}
+factors: {micro_batch_size: [4, 8], sdpa_backend: [auto, math]}
+protocol: {warmup_updates: 1, windows: 2, updates_per_window: 2}
+"""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests that take minutes as well")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    needs_slow = pytest.mark.skip(reason="takes minutes; run with --slow")
+    needs_gpu = pytest.mark.skip(reason="needs a CUDA device")
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items and not _has_gpu():
+        for item in gpu_items:
+            item.add_marker(needs_gpu)
+    if not config.getoption("--slow"):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(needs_slow)
+
+
+def _has_gpu() -> bool:
+    # Importing torch takes seconds, so only where a collected test asks for it.
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.fixture(scope="session")
+def built_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for $TINYLLM_RAY_CACHE that holds the default corpus's cache."""
+    from tinyllm_ray.data.prepare import CACHE_VARIABLE, default_cache
+
+    root = tmp_path_factory.mktemp("root")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE_VARIABLE, str(root))
+        default_cache(progress=False)
+    return root
+
+
+@pytest.fixture(scope="session")
+def run_module(built_root: Path) -> RunModule:
+    """run_module("tinyllm_ray.tune", "--budget", "60s", cwd=...) in a process of its own, over the default cache."""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment |= {"TINYLLM_RAY_CACHE": str(built_root), "COLUMNS": "200"}
+
+    def run(module: str, *arguments: object, cwd: Path) -> Finished:
+        done = subprocess.run(
+            [sys.executable, "-m", module, *map(str, arguments)],
+            cwd=cwd,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=200,
+            check=False,
+        )
+        return Finished(done.returncode, done.stdout)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `recipe.yaml` and `space.yaml`."""
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "recipe.yaml").write_text(TINY_RECIPE)
+    (folder / "space.yaml").write_text(TINY_SPACE)
+    return folder

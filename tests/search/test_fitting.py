@@ -1,0 +1,186 @@
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from study_replay import fitted, recipe
+
+from tinyllm_ray.config import ExecutionConfig, identity, load
+from tinyllm_ray.errors import ConfigError
+from tinyllm_ray.search.candidate import candidate_number, make_candidate
+from tinyllm_ray.search.fitting import fit_space
+from tinyllm_ray.search.space import Space, load_space
+
+
+def space(factors: dict[str, list[Any]], baseline: dict[str, Any] | None = None, **more: Any) -> Space:
+    return Space.model_validate(
+        {"name": "t", "baseline": baseline or {"update": "compiled"}, "factors": factors, **more}
+    )
+
+
+def test_execution_on_a_gpu() -> None:
+    fit = fitted(load_space("execution"))
+    assert fit.notes == ("micro_batch_size: 64, 128 dropped: they do not divide the 32 rows of an update",)
+    assert fit.factors["micro_batch_size"] == (4, 8, 16, 32)
+    assert fit.baseline == {
+        "micro_batch_size": 32,
+        "update": "compiled",
+        "compile_mode": "default",
+        "sdpa_backend": "auto",
+        "cpu_threads": 8,
+        "prefetch_depth": 1,
+        "data_parallel": 1,
+    }
+    assert (fit.parameters, fit.targets_per_update) == (20_403_520, 32_768)
+    # eager: 4 sizes x 4 backends x 3 thread counts; compiled: three modes of each.
+    assert len(list(fit.executions())) == 48 * 4
+
+
+def test_execution_on_a_cpu() -> None:
+    fit = fit_space(load_space("execution"), load("nano"), "cpu", cores=2)
+    assert fit.baseline["update"] == "eager"
+    assert fit.baseline["compile_mode"] is None
+    assert (fit.baseline["micro_batch_size"], fit.baseline["cpu_threads"]) == (8, 2)
+    assert fit.factors["sdpa_backend"] == ("auto", "flash")
+    assert fit.factors["cpu_threads"] == (1,)
+    assert fit.notes == (
+        "baseline: eager instead of compiled: what a user without a GPU starts with",
+        "micro_batch_size: 16, 32, 64, 128 dropped: they do not divide the 8 rows of an update",
+        "sdpa_backend: cudnn, efficient dropped: they need a GPU",
+        "cpu_threads: 4, 8 dropped: 2 CPU cores are available",
+    )
+
+
+def test_smoke_fits_nano_on_two_cores_without_a_note() -> None:
+    fit = fit_space(load_space("smoke"), load("nano"), "cpu", cores=2)
+    assert fit.notes == ()
+    assert fit.baseline["cpu_threads"] == 2
+    assert len(list(fit.executions())) == 24
+
+
+@pytest.mark.parametrize(("rows", "size"), [(32, 32), (48, 16), (24, 8), (8, 8), (6, 6), (64, 32)])
+def test_the_baselines_micro_batch(rows: int, size: int) -> None:
+    assert fit_space(space({"update": ["eager"]}), recipe(rows), "cuda", 4).baseline["micro_batch_size"] == size
+
+
+@pytest.mark.parametrize(("kind", "cores", "threads"), [("cuda", 64, 8), ("cuda", 6, 6), ("cpu", 64, 64)])
+def test_the_baselines_threads(kind: Any, cores: int, threads: int) -> None:
+    assert fit_space(space({"update": ["eager"]}), recipe(8), kind, cores).baseline["cpu_threads"] == threads
+
+
+def test_a_baseline_the_machine_cannot_run_is_changed_and_said() -> None:
+    asked = {"update": "compiled", "sdpa_backend": "cudnn", "cpu_threads": 16}
+    fit = fit_space(space({"micro_batch_size": [2, 4]}, asked), recipe(8), "cpu", 2)
+    assert (fit.baseline["update"], fit.baseline["sdpa_backend"], fit.baseline["cpu_threads"]) == ("eager", "auto", 2)
+    assert len(fit.notes) == 3
+
+
+def test_one_value_is_said_in_the_singular() -> None:
+    fit = fit_space(space({"micro_batch_size": [3, 4], "cpu_threads": [1, 2]}), recipe(8), "cuda", 1)
+    assert fit.notes == (
+        "micro_batch_size: 3 dropped: it does not divide the 8 rows of an update",
+        "cpu_threads: 2 dropped: 1 CPU core is available",
+    )
+
+
+def test_null_and_its_value_are_one() -> None:
+    fit = fit_space(space({"micro_batch_size": [None, 8, 4], "cpu_threads": [None]}), recipe(8), "cuda", 4)
+    assert fit.factors == {"micro_batch_size": (8, 4), "cpu_threads": (4,)}
+    assert fit.notes == ("micro_batch_size: null stands for 8 here, tried once",)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (space({"micro_batch_size": [3, 5], "update": ["eager"]}), "none of 3, 5 divides the 8 rows.*1, 2, 4, 8"),
+        (space({"update": ["eager"]}, {"micro_batch_size": 3}), "baseline.micro_batch_size: 3 does not divide the 8"),
+        (space({"cpu_threads": [4, 8]}), "empty space.*cpu_threads: 4, 8 dropped"),
+        (space({"sdpa_backend": ["cudnn"], "cpu_threads": [4]}), "empty space.*it needs a GPU; cpu_threads: 4"),
+    ],
+)
+def test_nothing_left_is_the_users_mistake(asked: Space, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fit_space(asked, recipe(8), "cpu", cores=2)
+
+
+def test_a_factor_that_does_not_count_keeps_the_baselines_value() -> None:
+    asked = space(
+        {"cpu_threads": [1, 2], "update": ["eager", "compiled"], "compile_mode": ["default", "max-autotune"]},
+        when={"compile_mode": {"update": "compiled"}, "cpu_threads": {"compile_mode": "max-autotune"}},
+    )
+    fit = fit_space(asked, recipe(8), "cuda", 4)
+    assert fit.settle({"update": "eager", "compile_mode": "max-autotune", "cpu_threads": 1})["cpu_threads"] == 4
+    assert fit.settle({"update": "compiled", "cpu_threads": 1})["cpu_threads"] == 4
+    assert fit.settle({"update": "compiled", "compile_mode": "max-autotune", "cpu_threads": 1})["cpu_threads"] == 1
+    assert len(list(fit.executions())) == 1 + 1 + 2  # eager, default, max-autotune with two thread counts
+
+
+def test_an_eager_baseline_lends_compiled_candidates_a_mode_of_the_space() -> None:
+    asked = space({"update": ["compiled"], "compile_mode": ["max-autotune"]})
+    assert fit_space(asked, recipe(8), "cpu", 2).settle({"update": "compiled"})["compile_mode"] == "max-autotune"
+
+
+def test_ids_and_labels() -> None:
+    fit = fitted()
+    candidate = make_candidate(1, fit.baseline)
+    assert candidate.id == "c01-mb32-compiled-default-auto-t8"
+    assert candidate.label == "mb32 compiled default auto t8"
+    assert candidate.execution_identity == identity(fit.baseline)
+    eager = make_candidate(12, fit.settle({"update": "eager", "prefetch_depth": 2}))
+    assert (eager.id, eager.label) == ("c12-mb32-eager-auto-t8-prefetch_depth-2", "mb32 eager auto t8 prefetch_depth=2")
+    assert [candidate_number(name) for name in (candidate.id, eager.id, "c123-x", "trial_3")] == [1, 12, 123, None]
+
+
+VALUES: dict[str, list[Any]] = {
+    "micro_batch_size": [None, 1, 2, 3, 4, 6, 8, 16],
+    "update": ["eager", "compiled"],
+    "compile_mode": [None, "default", "reduce-overhead", "max-autotune"],
+    "sdpa_backend": ["auto", "flash", "cudnn", "efficient", "math"],
+    "cpu_threads": [None, 1, 2, 3, 8],
+    "prefetch_depth": [0, 1, 2],
+}
+WHENS: list[dict[str, Any]] = [
+    {},
+    {"compile_mode": {"update": "compiled"}},
+    {"cpu_threads": {"update": ["eager"]}, "compile_mode": {"update": "compiled"}},
+    {"prefetch_depth": {"compile_mode": ["default"]}, "compile_mode": {"update": "compiled"}},
+    {"sdpa_backend": {"micro_batch_size": [1, 8], "update": "compiled"}},
+]
+
+
+@st.composite
+def spaces(draw: st.DrawFn) -> Space:
+    keys = draw(st.lists(st.sampled_from(sorted(VALUES)), min_size=1, unique=True))
+    factors = {key: draw(st.lists(st.sampled_from(VALUES[key]), min_size=1, unique=True)) for key in keys}
+    baseline = {
+        "update": draw(st.sampled_from(VALUES["update"])),
+        "sdpa_backend": draw(st.sampled_from(["auto", "math"])),
+    }
+    return space(factors, baseline, when=draw(st.sampled_from(WHENS)))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    asked=spaces(), rows=st.sampled_from([1, 6, 8, 48]), kind=st.sampled_from(["cuda", "cpu"]), cores=st.integers(1, 9)
+)
+def test_every_execution_of_any_space_can_run_and_stands_once(asked: Space, rows: int, kind: Any, cores: int) -> None:
+    assert Space.model_validate_json(asked.model_dump_json()) == asked
+    try:
+        fit = fit_space(asked, recipe(rows), kind, cores)
+    except ConfigError:
+        return
+    executions = list(itertools.islice(fit.executions(), 300))
+    assert executions[0] == fit.baseline
+    assert len({identity(execution) for execution in executions}) == len(executions)
+    for execution in executions:
+        assert ExecutionConfig.model_validate(execution).model_dump(mode="json") == execution
+        assert rows % execution["micro_batch_size"] == 0
+        assert execution["cpu_threads"] <= cores
+        assert kind == "cuda" or execution["sdpa_backend"] in {"auto", "flash", "math"}
+        for key, conditions in asked.when.items():
+            if any(execution[other] not in values for other, values in conditions.items()) and key != "compile_mode":
+                assert execution[key] == fit.baseline[key]
+        for key, value in execution.items():
+            allowed = {*fit.factors.get(key, ()), fit.baseline[key]}
+            assert value in allowed or key == "compile_mode"

@@ -1,0 +1,72 @@
+"""The README is true: its commands parse, its example runs, its files and presets exist."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import tinyllm_ray.train.__main__ as train_command
+import tinyllm_ray.tune.__main__ as tune_command
+from tinyllm_ray.config import preset_names
+from tinyllm_ray.data.prepare import CACHE_VARIABLE
+from tinyllm_ray.tune import TuneResult
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+PARSERS = {"tinyllm_ray.tune": tune_command.build_parser, "tinyllm_ray.train": train_command.build_parser}
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """Module and arguments of every command line of the package that the README shows."""
+    lines = [part for block in blocks("sh") for line in block.splitlines() for part in line.split(" && ")]
+    words = [shlex.split(line) for line in lines if "-m tinyllm_ray." in line]
+    return [(line[line.index("-m") + 1], line[line.index("-m") + 2 :]) for line in words]
+
+
+def test_it_shows_both_commands() -> None:
+    assert {module for module, _ in commands()} == set(PARSERS)
+
+
+@pytest.mark.parametrize(("module", "arguments"), commands())
+def test_a_command_parses(module: str, arguments: list[str]) -> None:
+    PARSERS[module]().parse_args(arguments)
+
+
+def test_the_first_screen_has_one_command_to_run_and_one_to_test() -> None:
+    run, test = (block.strip() for block in blocks("sh")[:2])
+    for command in (run, test):
+        assert command.startswith("python3 -m venv .venv && .venv/bin/pip install ")
+        assert "\n" not in command
+    assert run.endswith(" -m tinyllm_ray.tune --budget 3m")
+    assert test.endswith(" -m pytest")
+    assert README.index(test) < 2500
+
+
+def test_presets_and_spaces_named_in_it_exist() -> None:
+    (listed,) = re.findall(r"`--preset` names one\s+\((.*?)\)", README, flags=re.DOTALL)
+    assert re.findall("`(.*?)`", listed) == preset_names()
+    for path in re.findall(r"search_spaces/[a-z]+\.yaml", README):
+        assert (ROOT / path).is_file()
+
+
+def test_the_python_example_runs(built_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = blocks("python")
+    assert 'budget="3m"' in code
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv(CACHE_VARIABLE, str(built_root))
+    names: dict = {}
+    exec(compile(code.replace('budget="3m"', 'budget="60s"'), "README.md", "exec"), names)
+    result = names["result"]
+    assert isinstance(result, TuneResult)
+    assert result.baseline == result.records[0]
+    assert result.selected in result.records
+    assert result.config.execution.model_dump(mode="json") == result.selected.execution
+    table = result.to_pandas()
+    assert list(table["candidate"]) == [record.candidate for record in result.records]
+    assert TuneResult.read("studies/nano") == result

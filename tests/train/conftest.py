@@ -1,0 +1,81 @@
+"""The smallest configuration that has everything: two layers, four heads, eight rows an update."""
+
+import copy
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tinyllm_ray.config import Config, validate
+from tinyllm_ray.data.cache import MANIFEST, Preparation, SplitTotals, TokenCache, new_manifest, open_cache
+from tinyllm_ray.data.shards import ShardWriter
+
+_TINY: dict[str, Any] = {
+    "model": {"layers": 2, "width": 32, "heads": 4, "ffn": 48, "context": 16, "vocab_size": 61, "init_std": 0.1},
+    "optimizer": {"peak_learning_rate": 0.01, "betas": [0.9, 0.95]},
+    "training": {"tokens_per_update": 128, "token_budget": 12_800, "epochs": 4},
+    "evaluation": {"subset_blocks": 8},
+    "execution": {"micro_batch_size": 4, "cpu_threads": 1},
+}
+
+MakeConfig = Callable[..., Config]
+
+
+@pytest.fixture(scope="session")
+def tiny() -> MakeConfig:
+    """`tiny(training={"epochs": 2})`: the tiny configuration with sections' settings changed."""
+
+    def make(**sections: dict[str, Any]) -> Config:
+        values = copy.deepcopy(_TINY)
+        for section, settings in sections.items():
+            values.setdefault(section, {}).update(settings)
+        return validate(values, "test")
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_cache(tmp_path_factory: pytest.TempPathFactory) -> TokenCache:
+    """Tokens of which each follows from the one before, but for one in eight: soon learned, and seldom all."""
+    folder = tmp_path_factory.mktemp("cache")
+    generator = np.random.default_rng(0)
+    shards, totals = [], {}
+    for split, count in (("train", 6000), ("validation", 1000)):
+        tokens = np.zeros(count, np.uint16)
+        for at in range(1, count):
+            surprise = generator.random() < 1 / 8
+            tokens[at] = generator.integers(61) if surprise else (3 * int(tokens[at - 1]) + 1) % 61
+        writer = ShardWriter(folder, split, 1000, 61)
+        writer.append(tokens)
+        shards += writer.close()
+        totals[split] = SplitTotals(tokens=count, documents=1, empty_documents=0, text_bytes=0)
+    manifest = new_manifest(
+        source={"corpus": "made by a rule"},
+        preparation=Preparation(shuffle_seed=0, shuffle_buffer_documents=0, shard_tokens=1000),
+        tokenizer_fingerprint="0" * 64,
+        vocab_size=61,
+        end_of_text=0,
+        splits=totals,
+        shards=shards,
+    )
+    (folder / MANIFEST).write_text(manifest.model_dump_json())
+    return open_cache(folder)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Shapes this small only lose by a second thread, seconds where the cores are busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def compiler() -> None:
+    """Skips where torch.compile has nothing to compile its CPU kernels with."""
+    if not any(map(shutil.which, ("g++", "c++", "clang++"))):
+        pytest.skip("no C++ compiler found")

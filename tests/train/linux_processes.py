@@ -1,0 +1,60 @@
+"""Which processes there are, and waiting for their end without polling; Linux only."""
+
+import os
+import select
+from pathlib import Path
+
+PATIENCE = 60.0
+"""Seconds until a wait for an event is given up; no test depends on it being long or short."""
+
+
+def ends(pid: int) -> bool:
+    """Whether the process is over, or is before patience runs out. It need not be a child."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([process], [], [], PATIENCE)[0])
+    finally:
+        os.close(process)
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; one that only waits to be reaped does not."""
+    return _state(pid) not in (None, "Z", "X")
+
+
+def group(leader: int) -> list[int]:
+    """The processes of a process group that run."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            fields = _fields(int(entry.name))
+            if fields and fields[0] not in "ZX" and int(fields[2]) == leader:
+                found.append(int(entry.name))
+    return found
+
+
+def children(pid: int) -> list[int]:
+    """The processes that this one started and that run."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            fields = _fields(int(entry.name))
+            if fields and fields[0] not in "ZX" and int(fields[1]) == pid:
+                found.append(int(entry.name))
+    return found
+
+
+def _state(pid: int) -> str | None:
+    fields = _fields(pid)
+    return fields[0] if fields else None
+
+
+def _fields(pid: int) -> list[str]:
+    """State, parent and process group first; the name before them may hold spaces."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []

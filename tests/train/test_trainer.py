@@ -1,0 +1,100 @@
+"""The trainer on tokens and on one synthetic batch."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tinyllm_ray.config import Config
+from tinyllm_ray.data.cache import TokenCache
+from tinyllm_ray.errors import ConfigError
+from tinyllm_ray.measure.environment import usable_cores
+from tinyllm_ray.train.recipe import learning_rate
+from tinyllm_ray.train.trainer import Trainer, settle_threads
+
+MakeConfig = Callable[..., Config]
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these compare what the CPU computes")
+
+
+def losses(config: Config, cache: TokenCache | None, updates: int) -> list[float]:
+    with Trainer(config, cache) as trainer:
+        return [trainer.step().loss.item() for _ in range(updates)]
+
+
+@pytest.mark.parametrize("real", [True, False])
+@pytest.mark.parametrize(
+    "execution", [{"micro_batch_size": 1}, {"prefetch_depth": 0}, {"prefetch_depth": 3}, {"sdpa_backend": "math"}]
+)
+def test_the_execution_changes_nothing_that_is_learned(
+    tiny: MakeConfig, tiny_cache: TokenCache, real: bool, execution: dict[str, object]
+) -> None:
+    cache = tiny_cache if real else None
+    expected = losses(tiny(), cache, 6)
+    assert losses(tiny(execution=execution), cache, 6) == pytest.approx(expected, rel=1e-5)
+    assert losses(tiny(training={"seed": 43}), cache, 6) != pytest.approx(expected, rel=1e-3)
+
+
+def test_learns_from_tokens(tiny: MakeConfig, tiny_cache: TokenCache) -> None:
+    found = losses(tiny(), tiny_cache, 100)
+    assert found[0] == pytest.approx(math.log(61), abs=0.5)
+    assert sum(found[-10:]) / 10 < 0.6 * found[0]
+
+
+def test_updates_follow_the_schedule(tiny: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny()
+    with Trainer(config, None) as trainer:
+        seen = []
+        for _ in range(8):
+            trainer.step()
+            seen.append([group["lr"].item() for group in trainer.optimizer.param_groups])
+    expected = [torch.tensor(learning_rate(config, update)).item() for update in range(8)]
+    assert seen == [[rate, rate] for rate in expected]
+
+
+def test_is_read_after_the_last_update(tiny: MakeConfig) -> None:
+    with Trainer(tiny(), None) as trainer:
+        assert all(map(math.isnan, trainer.read()))
+        trainer.step()
+        said = trainer.step()
+        trainer.synchronize()
+        assert trainer.read() == (said.loss.item(), said.grad_norm.item())
+        assert (trainer.updates, trainer.targets_per_update) == (2, 128)
+
+
+def test_the_synthetic_batch_stays(tiny: MakeConfig) -> None:
+    with Trainer(tiny(), None) as trainer:
+        first, second = trainer.feed.next(), trainer.feed.next()
+        assert torch.equal(first, second)
+        assert first.shape == (8, 17)
+        assert first.unique().numel() > 30, "zeros alone would run faster than tokens"
+        assert trainer.data_wait_seconds == 0.0
+
+
+def test_start_is_told_by_stage(tiny: MakeConfig, tiny_cache: TokenCache) -> None:
+    with Trainer(tiny(), tiny_cache) as trainer:
+        assert set(trainer.stage_seconds) == {"runtime", "model_and_optimizer", "loader"}
+        assert all(seconds >= 0 for seconds in trainer.stage_seconds.values())
+
+
+def test_a_cache_with_more_ids_than_the_model_is_refused(tiny: MakeConfig, tiny_cache: TokenCache) -> None:
+    with pytest.raises(ConfigError, match=r"set model\.vocab_size=61"):
+        Trainer(tiny(model={"vocab_size": 60}), tiny_cache)
+
+
+class TestThreads:
+    def test_are_those_asked_for(self, tiny: MakeConfig) -> None:
+        before = torch.get_num_threads()
+        with Trainer(tiny(execution={"cpu_threads": 2}), None) as trainer:
+            assert trainer.threads == torch.get_num_threads() == 2
+        torch.set_num_threads(before)
+
+    def test_are_every_usable_core_by_default(self, tiny: MakeConfig) -> None:
+        assert settle_threads(tiny(execution={"cpu_threads": None}), torch.device("cpu")) == usable_cores()
+
+    def test_are_at_most_eight_beside_a_gpu(self, tiny: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("tinyllm_ray.train.trainer.usable_cores", lambda: 72)
+        config = tiny(execution={"cpu_threads": None})
+        assert settle_threads(config, torch.device("cuda")) == 8
+        assert settle_threads(config, torch.device("cpu")) == 72

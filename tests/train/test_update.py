@@ -1,0 +1,257 @@
+"""One update against a plain loop in float64, whatever its micro-batches and however it is executed."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch.nn import functional
+
+from tinyllm_ray.config import Config
+from tinyllm_ray.model.llama import Llama, initialize
+from tinyllm_ray.train.optimizer import build_optimizer
+from tinyllm_ray.train.recipe import learning_rate
+from tinyllm_ray.train.update import Statistics, Update, build_loss, tag_compile_cache
+
+MakeConfig = Callable[..., Config]
+Weights = dict[str, torch.Tensor]
+
+RATES = (0.0, 0.01, 0.03, 0.002)
+"""Each differs from the first, which alone a graph that froze it would use."""
+
+
+def random_batch(config: Config, seed: int = 0) -> torch.Tensor:
+    shape = (config.rows_per_update, config.model.context + 1)
+    return torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def build(config: Config, dtype: torch.dtype = torch.float32) -> tuple[Llama, Update]:
+    model = initialize(config.model, config.training.seed).to(dtype)
+    return model, Update(model, build_optimizer(model, config.optimizer, torch.device("cpu")), config)
+
+
+def weights_of(model: Llama) -> Weights:
+    return {name: weight.detach().clone() for name, weight in model.named_parameters()}
+
+
+def run(config: Config, dtype: torch.dtype = torch.float32) -> tuple[list[Statistics], Weights]:
+    """An update a rate, each on a batch of its own."""
+    model, update = build(config, dtype)
+    said = [update(random_batch(config, seed), rate) for seed, rate in enumerate(RATES)]
+    return said, weights_of(model)
+
+
+def reference(config: Config) -> tuple[list[tuple[float, float]], Weights]:
+    """The same updates as PyTorch's manual has them: float64, the whole batch at once, no fusing."""
+    model = initialize(config.model, config.training.seed).double()
+    settings = config.optimizer
+    norms = [weight for name, weight in model.named_parameters() if "norm" in name]
+    matrices = [weight for name, weight in model.named_parameters() if "norm" not in name]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": norms, "weight_decay": 0.0}],
+        betas=settings.betas,
+        eps=settings.eps,
+        foreach=False,
+        fused=False,
+    )
+    said = []
+    for seed, rate in enumerate(RATES):
+        batch = random_batch(config, seed)
+        for group in optimizer.param_groups:
+            group["lr"] = torch.tensor(rate, dtype=torch.float32).item()  # rates are kept in float32
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+        norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
+        limit = settings.gradient_clip
+        if limit is not None and norm > limit:
+            for gradient in gradients:
+                gradient.mul_(limit / (norm + 1e-6))  # PyTorch's guard against a norm of zero
+        optimizer.step()
+        said.append((loss.item(), norm.item()))
+    return said, weights_of(model)
+
+
+def assert_same(found: tuple[Any, Weights], expected: tuple[Any, Weights], tolerance: float) -> None:
+    for at, (one, other) in enumerate(zip(found[0], expected[0], strict=True)):
+        assert [float(x) for x in one] == pytest.approx([float(x) for x in other], rel=tolerance), f"update {at}"
+    for name, weight in expected[1].items():
+        error = (found[1][name].double() - weight.double()).norm() / weight.double().norm()
+        assert error < tolerance, f"{name}: {error}"
+
+
+@pytest.fixture
+def config(tiny: MakeConfig) -> Config:
+    """Clipping that bites, and an eps beside which it shows: AdamW forgives a gradient's scale otherwise."""
+    return tiny(optimizer={"gradient_clip": 0.5, "eps": 0.01})
+
+
+def changed(config: Config, section: str, **settings: Any) -> Config:
+    values = config.model_dump(mode="json")
+    values[section] |= settings
+    return Config.model_validate(values)
+
+
+class TestEager:
+    def test_equals_the_plain_loop_in_float64(self, config: Config) -> None:
+        assert_same(run(config, torch.float64), reference(config), 1e-9)
+
+    def test_equals_the_plain_loop_in_float32(self, config: Config) -> None:
+        assert_same(run(config), reference(config), 1e-5)
+
+    def test_without_clipping_equals_the_plain_loop_without(self, config: Config) -> None:
+        off = changed(config, "optimizer", gradient_clip=None)
+        assert_same(run(off, torch.float64), reference(off), 1e-9)
+        with pytest.raises(AssertionError):  # and clipping matters here
+            assert_same(run(off, torch.float64), reference(config), 1e-3)
+
+    @pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
+    def test_micro_batches_change_nothing(self, config: Config, micro_batch_size: int) -> None:
+        whole = changed(config, "execution", micro_batch_size=8)
+        parts = changed(config, "execution", micro_batch_size=micro_batch_size)
+        assert parts.accumulation == 8 // micro_batch_size
+        assert_same(run(parts, torch.float64), run(whole, torch.float64), 1e-9)
+        assert_same(run(parts), run(whole), 1e-5)
+
+    @pytest.mark.parametrize("backend", ["flash", "math"])
+    def test_sdpa_backends_change_nothing(self, config: Config, backend: str) -> None:
+        assert_same(run(changed(config, "execution", sdpa_backend=backend)), run(config), 1e-5)
+
+    def test_a_backend_that_cannot_run_here_raises(self, config: Config) -> None:
+        _, update = build(changed(config, "execution", sdpa_backend="cudnn"))
+        with pytest.raises(RuntimeError):
+            update(random_batch(config), 0.01)
+
+    def test_loss_is_that_before_the_weights_changed(self, config: Config) -> None:
+        model, update = build(config)
+        batch = random_batch(config)
+        with torch.no_grad():
+            before = model.loss(batch[:, :-1], batch[:, 1:]).item()
+        assert update(batch, 0.03).loss.item() == pytest.approx(before, rel=1e-5)
+        assert update(batch, 0.03).loss.item() < before - 1e-3
+
+    def test_statistics_stay_as_they_were(self, config: Config) -> None:
+        """They are read some updates later."""
+        _, update = build(config)
+        first = update(random_batch(config, 0), 0.03)
+        before = (first.loss.item(), first.grad_norm.item())
+        update(random_batch(config, 1), 0.03)
+        assert (first.loss.item(), first.grad_norm.item()) == before
+
+    def test_the_schedule_on_one_batch_brings_the_loss_down(self, tiny: MakeConfig) -> None:
+        config = tiny(training={"token_budget": 40 * 128})
+        _, update = build(config)
+        batch = random_batch(config)
+        losses = [update(batch, learning_rate(config, at)).loss.item() for at in range(40)]
+        assert losses[-1] < 0.5 * losses[0]
+
+
+class TestRate:
+    """An update that froze the first rate it saw must fail these."""
+
+    def test_weights_see_the_rate_of_each_update(self, config: Config) -> None:
+        self.check(config)
+
+    @staticmethod
+    def check(config: Config) -> None:
+        model, update = build(config)
+        fresh = weights_of(model)
+        update(random_batch(config, 0), 0.0)
+        assert all(torch.equal(weight, fresh[name]) for name, weight in model.named_parameters())
+        update(random_batch(config, 1), 0.01)
+        moved = weights_of(model)
+        assert not any(torch.equal(weight, fresh[name]) for name, weight in moved.items())
+        update(random_batch(config, 2), 0.0)
+        assert all(torch.equal(weight, moved[name]) for name, weight in model.named_parameters())
+
+
+class TestCompileCacheTag:
+    @pytest.fixture(autouse=True)
+    def _keep_tag(self) -> Iterator[None]:
+        with torch.compiler.config.patch(cache_key_tag=""):
+            yield
+
+    @staticmethod
+    def tag(tiny: MakeConfig, **execution: Any) -> str:
+        tag_compile_cache(tiny(execution={"update": "compiled", **execution}))
+        tag: str = torch.compiler.config.cache_key_tag
+        return tag
+
+    def test_every_backend_and_mode_has_its_own(self, tiny: MakeConfig) -> None:
+        backends = ("auto", "flash", "cudnn", "efficient", "math")
+        modes = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+        tags = {self.tag(tiny, sdpa_backend=backend, compile_mode=mode) for backend in backends for mode in modes}
+        assert len(tags) == len(backends) * len(modes)
+        assert "" not in tags
+
+    @pytest.mark.parametrize("settings", [{"cpu_threads": 7}, {"prefetch_depth": 5}])
+    def test_what_changes_no_graph_shares_one(self, tiny: MakeConfig, settings: dict[str, int]) -> None:
+        assert self.tag(tiny, **settings) == self.tag(tiny)
+
+
+class TestCompiled:
+    """What Dynamo makes of an update. The kernels that Inductor builds of it take a compiler the better part of a
+    minute; `test_candidates.py` has a candidate that runs them.
+    """
+
+    @pytest.fixture(autouse=True)
+    def _fresh_compiler(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+        forget_graphs()
+        with torch.compiler.config.patch(cache_key_tag=""):
+            yield
+        forget_graphs()
+
+    def test_one_graph_serves_every_micro_batch_and_rate(self, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+        settings: dict[str, Any] = {}
+
+        def without_kernels(function: Callable[..., torch.Tensor], **keywords: Any) -> Callable[..., torch.Tensor]:
+            settings.update(keywords)
+            return compile_function(function, backend="aot_eager", fullgraph=keywords["fullgraph"], dynamic=False)
+
+        compile_function = torch.compile
+        monkeypatch.setattr(torch, "compile", without_kernels)
+        compiled = changed(config, "execution", update="compiled", compile_mode="max-autotune")
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            assert_same(run(compiled), run(config), 1e-5)
+            TestRate.check(compiled)
+        assert counters["stats"]["unique_graphs"] == 1
+        assert settings == {"mode": "max-autotune", "fullgraph": True, "dynamic": False}
+
+    def test_cached_graphs_are_whole_and_keep_backends_apart(self, tiny: MakeConfig) -> None:
+        with torch._inductor.config.patch({"cpp.vec_isa_ok": False}):  # spares the compiler's probes of the CPU
+            assert self.hits_and_misses(tiny, sdpa_backend="flash") == (0, 1)
+            assert self.hits_and_misses(tiny, sdpa_backend="flash") == (1, 0)
+            assert self.hits_and_misses(tiny, sdpa_backend="flash", cpu_threads=2) == (1, 0)
+            assert self.hits_and_misses(tiny, sdpa_backend="math") == (0, 1)
+
+    @staticmethod
+    def hits_and_misses(tiny: MakeConfig, **execution: Any) -> tuple[int, int]:
+        """Of the cache of differentiated graphs, as a new process would have them."""
+        forget_graphs()
+        loss = build_loss(
+            cast(Llama, Product()), tiny(execution={"update": "compiled", **execution}), torch.device("cpu")
+        )
+        loss(torch.ones(4, 4), torch.ones(4, 4)).backward(torch.ones(4, 4))
+        seen = counters["aot_autograd"]
+        assert not seen["autograd_cache_bypass"]
+        return seen["autograd_cache_hit"], seen["autograd_cache_miss"]
+
+
+class Product(torch.nn.Module):
+    """Stands in for the model: matrix products alone, which need no compiler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4, 4))
+
+    def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return inputs @ self.weight @ targets
+
+
+def forget_graphs() -> None:
+    torch._dynamo.reset()
+    counters.clear()

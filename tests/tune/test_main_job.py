@@ -1,0 +1,199 @@
+"""The main job from its command line: a real study over real Ray on real tokens, and a training with its answer."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from command_line import Finished, RunModule
+
+from tinyllm_ray.config import load
+from tinyllm_ray.data.prepare import CACHE_VARIABLE
+from tinyllm_ray.records import Fate, TrialRecord, read_records
+
+BUDGET_SECONDS = 120
+
+
+@pytest.fixture(scope="module")
+def study(run_module: RunModule, tiny: Path) -> tuple[Path, Finished]:
+    """A finished study's folder, and what its command said."""
+    arguments = ("--config", tiny / "recipe.yaml", "--space", tiny / "space.yaml", "--out", "study")
+    done = run_module("tinyllm_ray.tune", "--budget", f"{BUDGET_SECONDS}s", *arguments, cwd=tiny)
+    return tiny / "study", done
+
+
+@pytest.fixture(scope="module")
+def summary(study: tuple[Path, Finished]) -> dict:
+    folder, done = study
+    assert done.status == 0, done.output
+    return json.loads((folder / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def records(study: tuple[Path, Finished]) -> list[TrialRecord]:
+    return read_records(study[0] / "trials.jsonl")
+
+
+def test_it_ends_inside_the_budget_and_says_so(summary: dict) -> None:
+    assert summary["budget_seconds"] == BUDGET_SECONDS
+    assert 0 < summary["elapsed_seconds"] < BUDGET_SECONDS
+    assert summary["budget_exhausted"] is False
+    assert summary["ended"] == "space exhausted"
+
+
+def test_the_baseline_is_measured_first_and_every_candidate_once(summary: dict, records: list[TrialRecord]) -> None:
+    labels = [row["label"] for row in summary["candidates"]]
+    assert records[0].candidate == summary["baseline"]["candidate"] == summary["eager"]["candidate"]
+    assert sorted(labels) == ["mb4 eager auto t1", "mb4 eager math t1", "mb8 eager auto t1", "mb8 eager math t1"]
+    measured = [record.candidate for record in records]
+    assert len(set(measured)) == len(measured)
+    assert sorted(measured) == sorted(
+        row["candidate"] for row in summary["candidates"] if row["state"] not in {"skipped", "not_started"}
+    )
+
+
+def test_a_record_holds_what_was_seen(records: list[TrialRecord], summary: dict) -> None:
+    for record in records:
+        assert record.fate == Fate.COMPLETE
+        assert record.study == summary["study"]
+        assert record.recipe_identity == summary["recipe_identity"]
+        assert record.cache_identity == summary["cache_identity"] is not None
+        assert [window.updates for window in record.windows] == [2, 2]
+        assert all(window.targets == 1024 for window in record.windows)
+        assert all(window.loss is not None and 9 < window.loss < 11 for window in record.windows)
+        assert record.first_update_seconds is not None
+        assert record.seconds.total is not None
+        assert record.seconds.total > (record.seconds.start or 0) + record.first_update_seconds
+        assert record.devices[0].kind == "cpu"
+        assert record.environment["versions"]["torch"]
+        assert record.memory.used_bytes
+    # Candidates share seed and data order, so they learn the same whatever their execution.
+    first_losses = [record.windows[0].loss for record in records]
+    assert first_losses == pytest.approx([first_losses[0]] * len(records), rel=1e-5)
+
+
+def test_a_candidates_configuration_is_the_recipe_under_its_execution(
+    study: tuple[Path, Finished], records: list[TrialRecord]
+) -> None:
+    for record in records:
+        assert record.configuration is not None
+        config = load(study[0] / record.configuration)
+        assert config.recipe_identity == record.recipe_identity
+        assert config.execution.model_dump(mode="json") == record.execution
+
+
+def test_the_selected_configuration_trains(
+    study: tuple[Path, Finished], summary: dict, run_module: RunModule, tmp_path: Path
+) -> None:
+    folder, done = study
+    assert "next: python -m tinyllm_ray.train --config study/selected.yaml --out " in done.output
+    assert load(folder / "selected.yaml").execution.model_dump(mode="json") == summary["selected"]["execution"]
+    arguments = ("--config", folder / "selected.yaml", "--set", "training.max_updates=3", "--out", "run")
+    trained = run_module("tinyllm_ray.train", *arguments, cwd=tmp_path)
+    assert trained.status == 0, trained.output
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["status"] == "complete"
+    assert result["step"] == 3
+    assert result["recipe_identity"] == summary["recipe_identity"]
+    assert result["validation"]["validation_complete"]
+    assert result["levels"]["unigram"] == pytest.approx(6.81, abs=0.02)
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in metrics] == [1, 2, 3]
+    assert metrics[-1]["tokens"] == 3 * 512
+
+
+def test_another_study_is_not_written_over(study: tuple[Path, Finished], run_module: RunModule, tiny: Path) -> None:
+    before = {path: path.read_bytes() for path in study[0].rglob("*") if path.is_file()}
+    done = run_module("tinyllm_ray.tune", "--budget", "60s", "--preset", "nano", "--out", study[0], cwd=tiny)
+    assert done.status == 2
+    assert "already holds a study" in done.output
+    assert "--resume" in done.output
+    assert {path: path.read_bytes() for path in study[0].rglob("*") if path.is_file()} == before
+
+
+def test_a_resumption_with_another_recipe_is_refused(
+    study: tuple[Path, Finished], run_module: RunModule, tiny: Path
+) -> None:
+    arguments = ("--config", tiny / "recipe.yaml", "--space", tiny / "space.yaml", "--out", study[0], "--resume")
+    changed = ("--set", "optimizer.weight_decay=0.3")
+    done = run_module("tinyllm_ray.tune", "--budget", "90s", *arguments, *changed, cwd=tiny)
+    assert done.status == 2, done.output
+    assert "optimizer.weight_decay is 0.3, was 0.1" in done.output
+
+
+def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(built_root: Path, tiny: Path) -> None:
+    command = [sys.executable, "-m", "tinyllm_ray.tune", "--budget", "150s", "--out", "broken"]
+    command += ["--config", "recipe.yaml", "--space", "space.yaml"]
+    environment = os.environ | {CACHE_VARIABLE: str(built_root)}
+    records_file = tiny / "broken" / "trials.jsonl"
+    first = subprocess.Popen(command, cwd=tiny, env=environment, stderr=subprocess.PIPE, text=True)
+    assert first.stderr is not None
+    for line in first.stderr:
+        if ": complete" in line:
+            break
+    first.send_signal(signal.SIGINT)
+    rest = first.stderr.read()
+    assert first.wait() == 128 + signal.SIGINT, rest
+    kept = [record.candidate for record in read_records(records_file)]
+    assert kept
+    summary = json.loads((tiny / "broken" / "summary.json").read_text())
+    assert summary["ended"] == "ended by SIGINT"
+    spent = summary["elapsed_seconds"]
+    begin = time.monotonic()
+    subprocess.run([*command, "--resume"], cwd=tiny, env=environment, check=True, stderr=subprocess.PIPE)
+    wall = time.monotonic() - begin
+    candidates = [record.candidate for record in read_records(records_file)]
+    assert candidates[: len(kept)] == kept
+    assert len(set(candidates)) == len(candidates)
+    after = json.loads((tiny / "broken" / "summary.json").read_text())
+    assert after["ended"] == "space exhausted"
+    assert after["study"] == summary["study"]
+    assert spent + 0.5 * wall < after["elapsed_seconds"] <= spent + wall
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--budget", "45"], "--budget: '45' is not a duration"),
+        (["--budget", "2700"], "like 90s, 45m or 1h30m"),
+        (["--budget", "1h30"], "'1h30'"),
+        (["--budget", "10H"], "'10H'"),
+        (["--budget=-5m"], "'-5m'"),
+        (["--budget", "0"], "'0'"),
+        (["--budget", "0s"], "'0s' is zero"),
+        (["--budget", ""], "''"),
+        (["--budget", "1m", "--preset", "21m"], "'21m'"),
+        (["--budget", "1m", "--config", "missing.yaml"], "missing.yaml: no such file"),
+        (["--budget", "1m", "--preset", "nano", "--set", "training.tokens=1"], "training.tokens: there is no such key"),
+        (["--budget", "1m", "--preset", "nano", "--set", "data.cache=nowhere"], "'nowhere'"),
+        (["--budget", "1m", "--space", "missing.yaml"], "'missing.yaml'"),
+        (["--budget", "1m", "--space", "recipe_space.yaml"], "belongs to the recipe"),
+        (["--budget", "1m", "--space", "empty_space.yaml"], "empty space"),
+        (["--budget", "1m", "--preset", "nano", "--space", "no_fit.yaml"], "divides the 8 rows of an update"),
+        (["--budget", "1m", "--windows", "0"], "protocol"),
+        (["--budget", "1m", "--out", "full"], "not an empty folder"),
+        (["--budget", "1m", "--out", "absent", "--resume"], "holds no study"),
+        (["--budget", "1m", "--set", "training.seed=1"], "--set changes a recipe"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(
+    run_module: RunModule, tmp_path: Path, arguments: list[str], said: str
+) -> None:
+    (tmp_path / "recipe_space.yaml").write_text("baseline: {}\nfactors: {tokens_per_update: [1024]}\n")
+    (tmp_path / "empty_space.yaml").write_text("baseline: {}\nfactors: {}\n")
+    (tmp_path / "no_fit.yaml").write_text("baseline: {micro_batch_size: 8}\nfactors: {micro_batch_size: [3, 5]}\n")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    before = sorted(tmp_path.rglob("*"))
+    out = [] if "--out" in arguments else ["--out", "study"]
+    done = run_module("tinyllm_ray.tune", *arguments, *out, cwd=tmp_path)
+    lines = done.output.strip().splitlines()
+    assert done.status == 2, done.output
+    assert len(lines) == 1, done.output
+    assert lines[0].startswith("error: ")
+    assert said in lines[0]
+    assert sorted(tmp_path.rglob("*")) == before

@@ -1,0 +1,563 @@
+"""The supervisor against children that misbehave: real processes, real signals, real time."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tinyllm_ray
+from tinyllm_ray import journal
+from tinyllm_ray.clock import Deadline
+from tinyllm_ray.errors import ConfigError
+from tinyllm_ray.tune import supervisor
+from tinyllm_ray.tune.mirror import MirroredJournal, leftover_records, private_folder
+from tinyllm_ray.tune.processes import STUDY_VARIABLE, end_processes
+from tinyllm_ray.tune.supervisor import Outcome, process_age_seconds, supervise
+
+ROOT = str(Path(tinyllm_ray.__file__).parents[1])
+LATE_SECONDS = 2.0
+"""The promise: never longer than this past the deadline."""
+
+PREAMBLE = f"""
+import os, signal, subprocess, sys, time
+sys.path.insert(0, {ROOT!r})
+from tinyllm_ray.tune.channel import attach
+channel = attach()
+out = channel.request.get("out")
+def ready():
+    open(channel.request["ready"], "w").close()
+def begin():
+    channel.send("out", study="study", path=out)
+def record(number):
+    channel.send("record", record={{"number": number}})
+"""
+DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+HANG = DEAF + "ready()\ntime.sleep(600)\n"
+# No signal handler and no other thread of Python runs while the matcher backtracks: 2**60 steps.
+HANG_IN_C = "import re\nready()\nre.fullmatch('(a|a)*b', 'a' * 60)\n"
+
+
+@pytest.fixture(autouse=True)
+def node_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The node-local disk of one test."""
+    folder = tmp_path / "node"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder / f"tinyllm_ray-{os.getuid()}"
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def tag(tmp_path: Path) -> Iterator[str]:
+    """An argument by which the processes of one test can be told from all others; what a failed test left is killed."""
+    tag = f"tag={tmp_path}"
+    yield tag
+    for pid in running(tag):
+        os.kill(int(pid), signal.SIGKILL)
+
+
+def child(body: str, tag: str = "") -> list[str]:
+    return [sys.executable, "-c", PREAMBLE + textwrap.dedent(body), tag]
+
+
+def run(body: str, *, budget: float = 30.0, tag: str = "", **request: Any) -> Outcome:
+    """Supervise a child with this body, and hold the promise about the deadline whatever it does.
+
+    Where the body says `ready()`, the clock stands still until then, so that a slow machine changes nothing.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        ready = Path(folder) / "ready"
+        began: list[float] = [] if "ready()" in body else [time.monotonic()]
+
+        def clock() -> float:
+            if not began and ready.exists():
+                began.append(time.monotonic())
+            return time.monotonic() - began[0] if began else 0.0
+
+        deadline = Deadline.after(budget, clock)
+        outcome = supervise(child(body, tag), request={**request, "ready": str(ready)}, deadline=deadline)
+        assert deadline.remaining() > -LATE_SECONDS
+        return outcome
+
+
+def running(tag: str) -> list[str]:
+    """Command lines of processes with `tag` among their arguments."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            except OSError:
+                continue
+            if tag in words:
+                found.append(entry.name)
+    return found
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def numbers(path: Path) -> list[int]:
+    return [entry["number"] for entry in journal.read_lines(path)]
+
+
+def test_a_study_that_ends_by_itself(out: Path, node_local: Path) -> None:
+    outcome = run("begin(); record(1); record(2); channel.send('done', exit_status=0)", out=str(out))
+    assert (outcome.exit_status, outcome.cut, outcome.survivors, outcome.mirrored) == (0, False, (), True)
+    assert outcome.message is None
+    assert outcome.journal == out / "trials.jsonl"
+    assert numbers(out / "trials.jsonl") == [1, 2]
+    assert list(node_local.iterdir()) == []
+    assert 0 < outcome.elapsed_seconds < 30
+
+
+def test_the_request_arrives_with_the_seconds_left(out: Path) -> None:
+    body = """
+    import json
+    with open(out + "/asked.json", "w") as file:
+        json.dump([channel.request, os.environ.get("TINYLLM_RAY_CHANNEL"), os.environ["TINYLLM_RAY_STUDY"]], file)
+    """
+    long_text = "x" * 1_000_000  # more than any pipe holds
+    assert run(body, budget=40, out=str(out), preset="nano", text=long_text).exit_status == 0
+    request, channel, marker = json.loads((out / "asked.json").read_text())
+    assert request.pop("budget_seconds") == pytest.approx(36, abs=1)  # a tenth is the grace
+    assert request.pop("ready")
+    assert request == {"out": str(out), "preset": "nano", "text": long_text}
+    assert channel is None
+    assert marker
+
+
+@pytest.mark.parametrize("status", [0, 1, 2, 3])
+def test_exit_statuses_pass_through(status: int) -> None:
+    assert run(f"sys.exit({status})").exit_status == status
+
+
+def test_the_verdict_counts_more_than_the_end() -> None:
+    """A crash of some library's clean-up after the report was written changes no result."""
+    outcome = run("channel.send('done', exit_status=3, message='why'); os.kill(os.getpid(), signal.SIGSEGV)")
+    assert (outcome.exit_status, outcome.message) == (3, "why")
+
+
+def test_a_study_that_does_not_end_after_its_verdict(monkeypatch: pytest.MonkeyPatch, tag: str) -> None:
+    monkeypatch.setattr(supervisor, "DONE_SECONDS", 0.3)
+    outcome = run("channel.send('done', exit_status=0)\n" + HANG, tag=tag)
+    assert (outcome.exit_status, outcome.cut) == (0, False)
+    assert outcome.elapsed_seconds < 15
+    assert running(tag) == []
+
+
+@pytest.mark.parametrize("hang", [HANG, HANG_IN_C], ids=["deaf", "in C"])
+def test_a_hanging_study_is_cut(hang: str, out: Path, tag: str, capfd: pytest.CaptureFixture[str]) -> None:
+    outcome = run("begin(); record(1)\n" + hang, budget=1, out=str(out), tag=tag)
+    assert (outcome.exit_status, outcome.cut, outcome.survivors) == (3, True, ())
+    assert numbers(out / "trials.jsonl") == [1]
+    assert running(tag) == []
+    assert f"ended at the deadline; its records are in {out}/trials.jsonl" in capfd.readouterr().err
+
+
+def test_a_cut_study_whose_report_stands(out: Path) -> None:
+    outcome = run("begin(); record(1); channel.send('standing', exit_status=0)\n" + HANG, budget=1, out=str(out))
+    assert (outcome.exit_status, outcome.cut) == (0, True)
+
+
+def test_a_study_has_the_grace_for_its_last_summary(out: Path) -> None:
+    body = """
+    def end(number, frame):
+        raise SystemExit
+    signal.signal(signal.SIGTERM, end)
+    begin()
+    ready()
+    try:
+        time.sleep(600)
+    finally:
+        time.sleep(0.1)
+        record(7)
+        channel.send("done", exit_status=0)
+    """
+    outcome = run(body, budget=3, out=str(out))
+    assert (outcome.exit_status, outcome.cut) == (0, True)
+    assert numbers(out / "trials.jsonl") == [7]
+
+
+def test_no_time_left_at_all() -> None:
+    assert run("time.sleep(600)", budget=0).exit_status == 3
+
+
+def test_a_study_that_was_killed(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    outcome = run("begin(); record(1); os.kill(os.getpid(), signal.SIGKILL)", out=str(out))
+    assert (outcome.exit_status, outcome.cut) == (1, False)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line == f"tinyllm_ray: {outcome.message}"
+    assert "died by SIGKILL" in line
+    assert str(out / "trials.jsonl") in line
+
+
+GRANDCHILD = """
+def spawn(code, **options):
+    reading, writing = os.pipe()
+    code = f"import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.write({writing}, b'x'); " + code
+    process = subprocess.Popen([sys.executable, "-c", code, sys.argv[1]], pass_fds=[writing], **options)
+    os.read(reading, 1)
+    return process
+"""
+# Ray's agents do this to themselves, by way of their title.
+FORGET_THE_MARKER = (
+    "import ctypes; libc = ctypes.CDLL(None); environ = ctypes.c_void_p.in_dll(libc, 'environ').value; "
+    "first = ctypes.cast(environ, ctypes.POINTER(ctypes.c_void_p))[0]; "
+    "size = len(open('/proc/self/environ', 'rb').read()); ctypes.memset(first, 0, size); "
+)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+@pytest.mark.parametrize(
+    ("code", "options"),
+    [
+        ("time.sleep(600)", "start_new_session=True"),
+        ("time.sleep(600)", "process_group=0"),
+        (FORGET_THE_MARKER + "time.sleep(600)", "process_group=0"),
+    ],
+    ids=["session of its own", "group of its own", "group of its own, marker overwritten"],
+)
+@pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), signal.SIGKILL)", HANG], ids=["ends", "killed", "hangs"])
+def test_nothing_outlives_a_study(code: str, options: str, end: str, tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "LEFTOVER_SECONDS", 0.2)
+    body = GRANDCHILD + f"spawn({code!r}, {options})\n" + end
+    outcome = run(body, budget=1 if end == HANG else 30.0, tag=tag)
+    assert outcome.survivors == ()
+    assert running(tag) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_descendants_of_a_marked_process_are_found(tag: str) -> None:
+    """A session of its own and no marker, but its parent is the study's."""
+    code = (
+        "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)', sys.argv[1]], "
+    )
+    code += "env={}, start_new_session=True)"
+    body = f"process = subprocess.Popen([sys.executable, '-c', {code!r}, sys.argv[1]], start_new_session=True)\n" + HANG
+    outcome = run(body, budget=1, tag=tag)
+    assert outcome.survivors == ()
+    assert running(tag) == []
+
+
+def test_processes_that_are_ending_are_left_to_it(out: Path) -> None:
+    """A clean end takes a moment; killing it would lose what it still writes."""
+    code = f"time.sleep(0.5); open({str(out / 'written')!r}, 'w').close()"
+    outcome = run(GRANDCHILD + f"spawn({code!r}, start_new_session=True)", tag="tag")
+    assert outcome.survivors == ()
+    assert (out / "written").exists()
+
+
+def test_processes_of_others_are_left_alone(tag: str) -> None:
+    bystander = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"], env={**os.environ, STUDY_VARIABLE: "another"}
+    )
+    try:
+        run("", tag=tag)
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_a_process_that_cannot_be_ended_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits in the kernel for a dead driver takes no signal; here the signals are not sent."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"], env={**os.environ, STUDY_VARIABLE: "stuck"}
+    )
+    try:
+        assert wait_until(lambda: bool(end_processes("stuck", None, patience_seconds=9, limit_seconds=0)))
+        monkeypatch.setattr(os, "kill", lambda pid, number: None)
+        begin = time.monotonic()
+        (name,) = end_processes("stuck", None, patience_seconds=0, limit_seconds=0.3)
+        assert 0.3 <= time.monotonic() - begin < 1.3
+        assert name.endswith(f"(process {process.pid})")
+    finally:
+        monkeypatch.undo()
+        process.kill()
+        process.wait()
+
+
+def test_a_flood_of_records_survives_a_kill(out: Path) -> None:
+    """None lost, none twice: every record whose sending returned is there, in order."""
+    body = """
+    begin()
+    for number in range(3000):
+        record(number)
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+    outcome = run(body, out=str(out))
+    assert outcome.exit_status == 1
+    assert numbers(out / "trials.jsonl") == list(range(3000))
+
+
+def test_a_record_is_on_both_disks_before_the_study_ends(out: Path) -> None:
+    body = """
+    begin()
+    record(1)
+    local = os.environ["TMPDIR"] + f"/tinyllm_ray-{os.getuid()}/study/trials.jsonl"
+    while not all(os.path.exists(path) and os.path.getsize(path) for path in (local, out + "/trials.jsonl")):
+        time.sleep(0.02)
+    """
+    assert run(body, out=str(out)).exit_status == 0
+
+
+def test_a_torn_message_is_left_out_and_the_next_ones_count(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    body = """
+    begin()
+    os.write(channel._descriptor, b'{"type": "rec')
+    channel._torn = True
+    record(2)
+    os.write(channel._descriptor, b'{"type": "record", "record": {"number": 3}')
+    """
+    assert run(body, out=str(out)).exit_status == 0
+    assert numbers(out / "trials.jsonl") == [2]
+    assert "torn" in capfd.readouterr().err
+
+
+def test_messages_from_many_threads_stay_whole(out: Path) -> None:
+    body = """
+    import threading
+    begin()
+    def send(start):
+        for number in range(start, start + 100):
+            channel.send("record", record={"number": number, "text": "x" * 5000})
+    threads = [threading.Thread(target=send, args=(100 * index,)) for index in range(4)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    """
+    assert run(body, out=str(out)).exit_status == 0
+    assert sorted(numbers(out / "trials.jsonl")) == list(range(400))
+
+
+def test_an_unknown_message_is_our_fault_and_leaves_no_process(tag: str) -> None:
+    with pytest.raises(AssertionError, match="unknown message"):
+        run("channel.send('recrod')\n" + HANG, tag=tag)
+    assert running(tag) == []
+
+
+def test_an_out_folder_that_hangs(out: Path, node_local: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Reading a FIFO that nobody writes to blocks like a dead file system."""
+    os.mkfifo(out / "trials.jsonl")
+    outcome = run("begin(); record(1)\n" + HANG, budget=1, out=str(out))
+    assert (outcome.mirrored, outcome.cut) == (False, True)
+    assert outcome.journal == node_local / "study" / "trials.jsonl"
+    assert numbers(outcome.journal) == [1]
+    said = capfd.readouterr().err
+    assert "does not answer" in said
+    assert str(outcome.journal) in said
+
+
+def test_an_out_folder_that_is_gone(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    outcome = run("begin(); os.rmdir(out); record(1)", out=str(out))
+    assert (outcome.exit_status, outcome.mirrored) == (0, False)
+    assert outcome.journal is not None
+    assert numbers(outcome.journal) == [1]
+    assert "No such file" in capfd.readouterr().err
+
+
+def test_an_out_folder_that_comes_back(out: Path) -> None:
+    body = """
+    begin()
+    record(1)
+    while not os.path.exists(out + "/trials.jsonl"):
+        time.sleep(0.02)
+    os.rename(out, out + "-away")
+    record(2)
+    time.sleep(1)
+    os.rename(out + "-away", out)
+    record(3)
+    """
+    assert run(body, out=str(out)).mirrored
+    assert numbers(out / "trials.jsonl") == [1, 2, 3]
+
+
+def test_resuming_goes_on_after_the_lines_of_out(out: Path) -> None:
+    (out / "trials.jsonl").write_bytes(b'{"number":1}\n{"number":2}\n{"torn":')
+    assert run("begin(); record(3)", out=str(out)).mirrored
+    assert numbers(out / "trials.jsonl") == [1, 2, 3]
+
+
+def test_resuming_brings_what_the_last_run_could_not(out: Path, tmp_path: Path) -> None:
+    records = MirroredJournal(private_folder(), "study", tmp_path / "absent")
+    records.append([{"number": 1}, {"number": 2}])
+    assert "No such file" in (records.finish(5, lambda: False) or "")
+    journal.append_line(out / "trials.jsonl", {"number": 1})
+    assert leftover_records("study", out) == [{"number": 2}]
+    assert run("begin(); record(3)", out=str(out)).mirrored
+    assert numbers(out / "trials.jsonl") == [1, 2, 3]
+    assert leftover_records("study", out) == []
+
+
+def test_the_journal_folder_must_be_ours(node_local: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    node_local.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="TMPDIR"):
+        run("")
+    node_local.unlink()
+    node_local.mkdir(mode=0o777)
+    node_local.chmod(0o777)
+    assert run("").exit_status == 0
+    assert node_local.stat().st_mode & 0o777 == 0o700
+
+
+def test_off_the_main_thread(out: Path) -> None:
+    outcomes: list[Outcome] = []
+    thread = threading.Thread(target=lambda: outcomes.append(run("begin(); record(1)", out=str(out))))
+    thread.start()
+    thread.join()
+    assert outcomes[0].exit_status == 0
+    assert numbers(out / "trials.jsonl") == [1]
+
+
+def test_signal_handlers_are_put_back() -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    run("")
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+SUPERVISING = f"""
+import json, signal, sys
+sys.path.insert(0, {ROOT!r})
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from tinyllm_ray.clock import Deadline
+from tinyllm_ray.tune.supervisor import supervise
+command, request, grace_seconds = map(json.loads, sys.argv[1:])
+outcome = supervise(command, request=request, deadline=Deadline.after(60), grace_seconds=grace_seconds)
+print(json.dumps([outcome.exit_status, outcome.cut, list(outcome.survivors)]))
+sys.exit(outcome.exit_status)
+"""
+
+
+class Supervising:
+    """A supervisor in a process of its own, to send signals to."""
+
+    def __init__(self, body: str, tag: str, out: Path, grace_seconds: float) -> None:
+        self._ready = out / "ready"
+        request = {"out": str(out), "ready": str(self._ready)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SUPERVISING, json.dumps(child(body, tag)), json.dumps(request), str(grace_seconds)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def signal(self, number: int) -> None:
+        assert wait_until(self._ready.exists)
+        self.process.send_signal(number)
+
+    def end(self) -> tuple[int, str]:
+        output, _ = self.process.communicate(timeout=30)
+        return self.process.returncode, output
+
+
+@pytest.fixture
+def supervising(tag: str, out: Path) -> Iterator[Callable[..., Supervising]]:
+    started: list[Supervising] = []
+
+    def start(body: str, grace_seconds: float = 20.0) -> Supervising:
+        started.append(Supervising(body, tag, out, grace_seconds))
+        return started[-1]
+
+    yield start
+    for one in started:
+        if one.process.poll() is None:
+            one.process.kill()
+            one.process.communicate()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_first_signal_asks_for_a_clean_end(
+    number: int, status: int, supervising: Callable[..., Supervising], out: Path, tag: str
+) -> None:
+    body = f"""
+    def end(number, frame):
+        record(number)
+        channel.send("done", exit_status=0)
+        sys.exit(0)
+    signal.signal({int(number)}, end)
+    begin()
+    ready()
+    time.sleep(600)
+    """
+    one = supervising(body)
+    one.signal(number)
+    assert one.end() == (status, f"[{status}, false, []]\n")
+    assert numbers(out / "trials.jsonl") == [number]
+    assert running(tag) == []
+
+
+def test_the_second_signal_kills_at_once(supervising: Callable[..., Supervising], tag: str, out: Path) -> None:
+    body = """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, lambda number, frame: open(out + "/asked", "w").close())
+    ready()
+    while True:
+        time.sleep(600)
+    """
+    one = supervising(body)
+    one.signal(signal.SIGINT)
+    assert wait_until((out / "asked").exists)
+    begin = time.monotonic()
+    one.signal(signal.SIGINT)
+    assert one.end()[0] == 130
+    assert time.monotonic() - begin < 10  # the grace, which it does not wait for, is 20 s
+    assert running(tag) == []
+
+
+def test_a_child_deaf_to_the_signal_is_killed(supervising: Callable[..., Supervising], tag: str) -> None:
+    one = supervising("signal.signal(signal.SIGINT, signal.SIG_IGN)\nready()\ntime.sleep(600)", grace_seconds=0.5)
+    one.signal(signal.SIGINT)
+    assert one.end()[0] == 130
+    assert running(tag) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_a_killed_supervisor_leaves_no_process_and_no_record_behind(
+    supervising: Callable[..., Supervising], tag: str, out: Path
+) -> None:
+    body = GRANDCHILD + DEAF + "begin(); record(1); spawn('time.sleep(600)', start_new_session=True)\n"
+    body += "time.sleep(0.5)\nready()\ntime.sleep(600)"
+    one = supervising(body)
+    one.signal(signal.SIGKILL)
+    assert one.process.wait() == -signal.SIGKILL
+    assert wait_until(lambda: not running(tag))
+    assert wait_until((out / "trials.jsonl").exists)
+    assert numbers(out / "trials.jsonl") == [1]
+
+
+def test_the_age_counts_from_the_process_start() -> None:
+    code = f"import sys, time; time.sleep(0.5); sys.path.insert(0, {ROOT!r})\n"
+    code += "from tinyllm_ray.tune.supervisor import process_age_seconds as age; print(age())"
+    begin = time.monotonic()
+    age = float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout)
+    assert 0.5 <= age <= time.monotonic() - begin + 0.02
+
+
+def test_the_age_of_a_shell_that_became_python_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_IMPORTED_AT", time.monotonic() - 2)
+    monkeypatch.setattr(time, "clock_gettime", lambda clock: 1e9)
+    assert process_age_seconds() == pytest.approx(2, abs=0.5)

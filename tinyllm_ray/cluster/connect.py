@@ -1,0 +1,114 @@
+"""A connection to Ray: joins the cluster it is pointed at, else starts a local one and ends it again."""
+
+import logging
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import ray
+
+from tinyllm_ray.errors import ConfigError
+from tinyllm_ray.measure.environment import usable_cores
+
+_OBJECT_STORE_BYTES = 128 * 2**20
+"""Batches never travel through the object store; Ray's own default takes 30% of the memory."""
+
+_KNOCK_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Connection:
+    """What the cluster offers."""
+
+    address: str
+    dashboard: str | None
+    """Address of the dashboard's page; None where there is none."""
+    started: bool
+    """Whether this process started the cluster, and so ends it."""
+    nodes: int
+    gpus: int
+    cores_per_node: int
+    """Cores of the smallest node."""
+
+    @property
+    def device_kind(self) -> Literal["cuda", "cpu"]:
+        return "cuda" if self.gpus else "cpu"
+
+
+@contextmanager
+def connect(address: str | None) -> Iterator[Connection]:
+    """Join the cluster at `address` (`auto`, `HOST:PORT`, `ray://...`), or start a local one where it is None.
+
+    Raises ConfigError where no cluster answers. A cluster that was joined goes on afterwards.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address is None:
+        # The variable would redirect even a local start.
+        os.environ.pop("RAY_ADDRESS", None)
+        ray.init(
+            address="local",
+            num_cpus=usable_cores(),
+            include_dashboard=_has_dashboard(),
+            dashboard_host="127.0.0.1",
+            object_store_memory=_OBJECT_STORE_BYTES,
+            _temp_dir=str(_temporary_folder()),
+            **quiet,
+        )
+    else:
+        try:
+            _knock(address)
+            ray.init(address=address, **quiet)
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ConfigError(
+                f"no Ray cluster answers at {address!r} ({reason}); start one, or leave out --address and RAY_ADDRESS"
+            ) from None
+    try:
+        yield _describe(started=address is None)
+    finally:
+        ray.shutdown()
+
+
+def _describe(started: bool) -> Connection:
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    cores = [int(node["Resources"].get("CPU", 0)) for node in nodes]
+    context = ray.get_runtime_context()
+    dashboard = ray._private.worker.get_dashboard_url()
+    return Connection(
+        address=context.gcs_address,
+        dashboard=f"http://{dashboard}" if dashboard else None,
+        started=started,
+        nodes=len(nodes),
+        gpus=int(sum(node["Resources"].get("GPU", 0) for node in nodes)),
+        cores_per_node=min((count for count in cores if count), default=1),
+    )
+
+
+def _knock(address: str) -> None:
+    """Raises OSError or ValueError where nothing listens at HOST:PORT; Ray itself would try for over a minute."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_SECONDS).close()
+
+
+def _has_dashboard() -> bool:
+    """Whether the dashboard's packages are there (`ray[default]`); asked for without them, Ray does not start."""
+    try:
+        import ray.dashboard.optional_deps  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def _temporary_folder() -> Path:
+    """Ray's folder for this user: the default one belongs to whoever on the host came first."""
+    folder = Path(tempfile.gettempdir()) / f"ray-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder

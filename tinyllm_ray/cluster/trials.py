@@ -1,0 +1,153 @@
+"""The Ray Tune adapter: a study's candidates as Tune trials, in processes that are reused from trial to trial.
+
+One Tune trial is one candidate; one Tune result is one event of the candidate's process. The actor behind a trial holds
+the device and a `Launcher`, and never touches CUDA itself.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from ray import tune
+from ray.tune.search import Searcher
+
+from tinyllm_ray.cluster.connect import Connection
+from tinyllm_ray.measure.environment import collect_environment, source_identity
+from tinyllm_ray.train.compile_cache import compile_cache_folder
+from tinyllm_ray.train.launcher import Launcher
+
+_FORCED_CLEANUP_SECONDS = "2"
+"""How long Tune waits for an actor that does not stop; the default waits for ever."""
+
+
+class Driver(Protocol):
+    """Decides what is measured; its methods are called from Tune's loop, one at a time."""
+
+    def ask(self) -> Mapping[str, Any] | None:
+        """The next TrialRequest, or None when there is none now."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether `ask` will never give another one."""
+
+    def hear(self, candidate: str, event: Mapping[str, Any]) -> None:
+        """One event of a running candidate, `{"event": "record", "record": {...}}` being its last."""
+
+    def lose(self, candidate: str) -> None:
+        """A candidate's Ray process or node went away before its record came."""
+
+
+def run_trials(driver: Driver, connection: Connection, logs: Path, storage: Path) -> None:
+    """Run candidates until `driver` is finished.
+
+    Every trial asks Ray for the same: a GPU and its share of the node's cores, or a node's cores where no GPU is.
+    `logs` gets a file a candidate, `storage` what Tune keeps for itself.
+    """
+    os.environ.update(
+        TUNE_DISABLE_AUTO_CALLBACK_LOGGERS="1",
+        TUNE_FORCE_TRIAL_CLEANUP_S=_FORCED_CLEANUP_SECONDS,
+        TUNE_DISABLE_SIGINT_HANDLER="1",
+        RAY_AIR_NEW_OUTPUT="0",
+    )
+    searcher = _Searcher(driver, most_at_once=concurrency(connection), logs=logs)
+    tuner = tune.Tuner(
+        tune.with_resources(CandidateTrial, resources(connection)),
+        tune_config=tune.TuneConfig(
+            search_alg=searcher,
+            num_samples=-1,
+            reuse_actors=True,
+            trial_name_creator=lambda trial: trial.config["request"]["candidate"],
+            trial_dirname_creator=lambda trial: trial.config["request"]["candidate"],
+        ),
+        run_config=tune.RunConfig(name="tune", storage_path=str(storage), verbose=0),
+    )
+    tuner.fit()
+
+
+def concurrency(connection: Connection) -> int:
+    """Candidates that run at the same time: one a GPU, one a node where there are none."""
+    return connection.gpus or connection.nodes
+
+
+def resources(connection: Connection) -> dict[str, float]:
+    """What every trial asks Ray for."""
+    if not connection.gpus:
+        return {"CPU": connection.cores_per_node}
+    gpus_per_node = -(-connection.gpus // connection.nodes)
+    return {"GPU": 1, "CPU": max(1, connection.cores_per_node // gpus_per_node)}
+
+
+class CandidateTrial(tune.Trainable):  # type: ignore[misc]
+    """Runs candidates for Tune; `config` holds `request` (a TrialRequest) and `logs`."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        source = source_identity()
+        self._launcher = Launcher(
+            logs=Path(config["logs"]),
+            compile_cache=compile_cache_folder(),
+            environment=collect_environment,
+            source={"sha256": source.sha256, "dirty": source.dirty},
+        )
+        self._launcher.begin(config["request"])
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        self._launcher.abandon()
+        self._launcher.begin(new_config["request"])
+        return True
+
+    def step(self) -> dict[str, Any]:
+        event = self._launcher.step()
+        # As text: Tune flattens nested results on their way to the searcher.
+        return {"event": json.dumps(event), "done": event["event"] == "record"}
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """A candidate is measured again, never continued."""
+
+    def load_checkpoint(self, checkpoint: Any) -> None:
+        """See `save_checkpoint`."""
+
+    def cleanup(self) -> None:
+        self._launcher.close()
+
+
+class _Searcher(Searcher):  # type: ignore[misc]
+    """Tune's searcher over a Driver; the names of the methods' arguments are Tune's and fixed."""
+
+    def __init__(self, driver: Driver, most_at_once: int, logs: Path) -> None:
+        super().__init__()
+        self._driver = driver
+        self._most_at_once = most_at_once
+        self._logs = logs
+        self._running: dict[str, str] = {}
+
+    def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
+        if len(self._running) >= self._most_at_once:
+            return None
+        request = self._driver.ask()
+        if request is None:
+            return Searcher.FINISHED if self._driver.finished else None
+        self._running[trial_id] = request["candidate"]
+        return {"request": dict(request), "logs": str(self._logs)}
+
+    def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
+        self._driver.hear(self._running[trial_id], json.loads(result["event"]))
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        candidate = self._running.pop(trial_id)
+        event = json.loads(result["event"]) if result and not error else {"event": None}
+        if event["event"] == "record":
+            self._driver.hear(candidate, event)
+        else:
+            self._driver.lose(candidate)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Tune pickles its experiment; the study's own records are what is resumed from, so nothing of it is kept."""
+        return {}
+
+    def save(self, checkpoint_path: str) -> None:
+        """The study's records are what is resumed from."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        """See `save`."""

@@ -1,0 +1,31 @@
+"""What the package's command lines share: a mistake is one line, and the error's own exit status.
+
+Standard library only: the supervisor's command line imports this module.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from tinyllm_ray.errors import EXIT_USER, TinyllmRayError
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse without the usage before an error, and with the help's line breaks kept."""
+
+    def __init__(self, prog: str, description: str, epilog: str) -> None:
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog=prog, description=description, epilog=epilog, formatter_class=formatter)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USER, f"error: {message}; see {self.prog} --help\n")
+
+
+def exit_status(command: Callable[[], int]) -> int:
+    """What `command` returns; for an error meant for the user, its line on standard error and its status."""
+    try:
+        return command()
+    except TinyllmRayError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status

@@ -1,0 +1,169 @@
+"""A space settled for one recipe on one machine: what cannot run there is dropped, and every default has its value."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tinyllm_ray.config import Config, ExecutionConfig, default_micro_batch_size, identity
+from tinyllm_ray.errors import ConfigError
+from tinyllm_ray.records import Protocol
+from tinyllm_ray.search.space import Space
+
+DeviceKind = Literal["cuda", "cpu"]
+
+CPU_SDPA_BACKENDS = ("auto", "flash", "math")
+"""PyTorch has no CPU kernels for the cuDNN and memory-efficient backends and raises when only those are allowed."""
+
+MOST_DEFAULT_THREADS_BESIDE_GPU = 8
+"""A GPU's host process launches kernels from one thread; more than eight operator threads were never seen to help."""
+
+
+@dataclass(frozen=True)
+class FittedSpace:
+    """A space whose every value this recipe and this machine can run."""
+
+    name: str
+    device_kind: DeviceKind
+    cores: int
+    """CPU cores a trial may use."""
+    baseline: dict[str, Any]
+    """A whole execution, all defaults settled."""
+    factors: dict[str, tuple[Any, ...]]
+    when: dict[str, dict[str, tuple[Any, ...]]]
+    protocol: Protocol
+    parameters: int
+    """Of the recipe's model; with the next field the size of an update, for predictions."""
+    targets_per_update: int
+    notes: tuple[str, ...] = ()
+    """What was changed to fit, one line each, for people."""
+
+    def counts(self, key: str, execution: Mapping[str, Any]) -> bool:
+        """Whether varying `key` means anything beside the other settings of `execution`."""
+        conditions = self.when.get(key, {})
+        return all(execution[other] in values and self.counts(other, execution) for other, values in conditions.items())
+
+    def settle(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The whole execution that `settings` name: the baseline's values elsewhere, and where a factor counts not.
+
+        Two executions that run alike come out equal, so `identity` of the result tells candidates apart.
+        """
+        execution = {**self.baseline, **settings}
+        execution |= {key: self.baseline[key] for key in self.when if not self.counts(key, execution)}
+        modes = self.factors.get("compile_mode", ())
+        if execution["compile_mode"] is None and modes and "default" not in modes:
+            # An eager baseline has no mode to pass on; one outside the space's list would not be the user's wish.
+            execution["compile_mode"] = modes[0]
+        return ExecutionConfig.model_validate(execution).model_dump(mode="json")
+
+    def executions(self) -> Iterator[dict[str, Any]]:
+        """Every execution of the space once, the baseline first."""
+        seen = {identity(self.baseline)}
+        yield self.baseline
+        for values in itertools.product(*self.factors.values()):
+            execution = self.settle(dict(zip(self.factors, values, strict=True)))
+            if (name := identity(execution)) not in seen:
+                seen.add(name)
+                yield execution
+
+
+def fit_space(space: Space, config: Config, device_kind: DeviceKind, cores: int) -> FittedSpace:
+    """`space` for the recipe of `config` on a machine. Raises ConfigError when nothing is left of it."""
+    notes: list[str] = []
+    baseline = _fit_baseline(space, config, device_kind, cores, notes)
+    factors = {}
+    for key, values in space.factors.items():
+        settled = _collapse(key, [_settle_null(key, value, baseline, config) for value in values], notes)
+        misfits, why = _misfits(key, settled, config.rows_per_update, device_kind, cores)
+        if misfits:
+            notes.append(f"{key}: {', '.join(map(str, misfits))} dropped: {why}")
+        if fitting := tuple(value for value in settled if value not in misfits):
+            factors[key] = fitting
+        elif key == "micro_batch_size":
+            # The recipe's doing and not the machine's: going on without the factor would hide the mistake.
+            raise ConfigError(
+                f"space {space.name}: factors.micro_batch_size: none of {', '.join(map(str, settled))} divides the "
+                f"{config.rows_per_update} rows of an update; write some of {_divisors(config.rows_per_update)}"
+            )
+    if not factors:
+        raise ConfigError(f"space {space.name}: empty space: this machine can run none of it ({'; '.join(notes)})")
+    return FittedSpace(
+        name=space.name,
+        device_kind=device_kind,
+        cores=cores,
+        baseline=baseline,
+        factors=factors,
+        when=space.when,
+        protocol=space.protocol,
+        parameters=config.model.parameters,
+        targets_per_update=config.training.tokens_per_update,
+        notes=tuple(notes),
+    )
+
+
+def _fit_baseline(
+    space: Space, config: Config, device_kind: DeviceKind, cores: int, notes: list[str]
+) -> dict[str, Any]:
+    baseline = space.baseline.model_dump(mode="json")
+    rows = config.rows_per_update
+    if baseline["micro_batch_size"] is None:
+        baseline["micro_batch_size"] = default_micro_batch_size(rows)
+    elif rows % baseline["micro_batch_size"]:
+        raise ConfigError(
+            f"space {space.name}: baseline.micro_batch_size: {baseline['micro_batch_size']} does not divide the {rows} "
+            f"rows of an update; write one of {_divisors(rows)}, or null"
+        )
+    if baseline["cpu_threads"] is None:
+        baseline["cpu_threads"] = min(cores, MOST_DEFAULT_THREADS_BESIDE_GPU) if device_kind == "cuda" else cores
+    elif baseline["cpu_threads"] > cores:
+        notes.append(f"baseline: {cores} CPU threads instead of {baseline['cpu_threads']}: {_cores_available(cores)}")
+        baseline["cpu_threads"] = cores
+    if device_kind == "cpu":
+        if baseline["update"] != "eager":
+            notes.append(f"baseline: eager instead of {baseline['update']}: what a user without a GPU starts with")
+            baseline["update"] = "eager"
+        if baseline["sdpa_backend"] not in CPU_SDPA_BACKENDS:
+            notes.append(f"baseline: SDPA backend auto instead of {baseline['sdpa_backend']}: that one needs a GPU")
+            baseline["sdpa_backend"] = "auto"
+    return ExecutionConfig.model_validate(baseline).model_dump(mode="json")
+
+
+def _settle_null(key: str, value: Any, baseline: Mapping[str, Any], config: Config) -> Any:
+    """What null stands for in a list of values."""
+    if value is not None:
+        return value
+    defaults = {
+        "micro_batch_size": default_micro_batch_size(config.rows_per_update),
+        "cpu_threads": baseline["cpu_threads"],
+        "compile_mode": "default",
+    }
+    return defaults[key]
+
+
+def _collapse(key: str, values: list[Any], notes: list[str]) -> list[Any]:
+    unique = [value for index, value in enumerate(values) if value not in values[:index]]
+    if len(unique) < len(values):
+        twice = [str(value) for value in unique if values.count(value) > 1]
+        notes.append(f"{key}: null stands for {', '.join(twice)} here, tried once")
+    return unique
+
+
+def _misfits(key: str, values: list[Any], rows: int, device_kind: DeviceKind, cores: int) -> tuple[list[Any], str]:
+    """The values that cannot run, and why."""
+    if key == "micro_batch_size":
+        misfits = [value for value in values if rows % value]
+        return misfits, f"{'they do' if len(misfits) > 1 else 'it does'} not divide the {rows} rows of an update"
+    if key == "cpu_threads":
+        return [value for value in values if value > cores], _cores_available(cores)
+    if key == "sdpa_backend" and device_kind == "cpu":
+        misfits = [value for value in values if value not in CPU_SDPA_BACKENDS]
+        return misfits, f"{'they need' if len(misfits) > 1 else 'it needs'} a GPU"
+    return [], ""
+
+
+def _cores_available(cores: int) -> str:
+    return f"{cores} CPU core{'s are' if cores > 1 else ' is'} available"
+
+
+def _divisors(rows: int) -> str:
+    return ", ".join(str(size) for size in range(1, rows + 1) if rows % size == 0)

@@ -1,0 +1,107 @@
+"""One candidate's whole life, in a process of its own: build the trainer, warm up, time windows, say what was seen.
+
+What it says are plain events, so that whatever ends the process leaves the events before it standing:
+`{"event": "stage", "stage": "start" | "compile" | "warmup" | "windows", "seconds"}`, where the seconds are those of
+the stage before (with `windows` those of the whole warm-up), `{"event": "window", "window": {...}}` and at the end
+either `{"event": "result", ...}` or `{"event": "error", "out_of_memory", "reason", "traceback"}`.
+"""
+
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+
+from tinyllm_ray.clock import Clock
+from tinyllm_ray.config import Config
+from tinyllm_ray.data.cache import open_cache
+from tinyllm_ray.measure.environment import devices
+from tinyllm_ray.measure.memory import peak_memory
+from tinyllm_ray.measure.windows import measure
+from tinyllm_ray.records import Protocol
+from tinyllm_ray.train.trainer import Trainer
+
+Emit = Callable[[dict[str, Any]], None]
+
+
+class TrialRequest(BaseModel):
+    """Everything a candidate's process is told."""
+
+    study: str
+    candidate: str
+    label: str
+    """Name for people, like `mb32 compiled default auto t8`."""
+    config: dict[str, Any]
+    protocol: Protocol
+    cache: str | None
+    """Folder of the token cache; None in data mode `synthetic`."""
+    cache_identity: str | None
+    configuration: str | None = None
+    """Path of the candidate's configuration file, relative to the study's folder."""
+    limit_seconds: float
+    """Seconds from the request after which the process is ended."""
+
+
+def run_trial(request: TrialRequest, emit: Emit, begin: float, clock: Clock = time.perf_counter) -> None:
+    """Measure one candidate that began at `begin` on `clock`; every end, good or bad, is an event."""
+    try:
+        _measure_candidate(request, emit, begin, clock)
+    except Exception as error:  # a trial ends here, whatever it raised
+        emit(
+            {
+                "event": "error",
+                "out_of_memory": is_out_of_memory(error),
+                "reason": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
+                "traceback": traceback.format_exc(),
+            }
+        )
+
+
+def _measure_candidate(request: TrialRequest, emit: Emit, begin: float, clock: Clock) -> None:
+    emit({"event": "stage", "stage": "start"})
+    stages = {"fork": clock() - begin}
+    config = Config.model_validate(request.config)
+    real = request.protocol.data_mode == "real"
+    assert not real or request.cache, "data mode real needs a cache"
+    cache = open_cache(request.cache) if real and request.cache else None
+    with Trainer(config, cache) as trainer:
+        stages |= trainer.stage_seconds
+        emit({"event": "stage", "stage": "compile", "seconds": clock() - begin, "stages": stages})
+
+        def first_update(seconds: float) -> None:
+            emit({"event": "stage", "stage": "warmup", "seconds": seconds})
+
+        def warm(seconds: float) -> None:
+            emit({"event": "stage", "stage": "windows", "seconds": seconds})
+
+        def window(seen: Any) -> None:
+            emit({"event": "window", "window": seen.model_dump(mode="json")})
+
+        found = measure(trainer, request.protocol, window, first_update, warm, clock)
+        emit(
+            {
+                "event": "result",
+                "seconds_per_update": found.seconds_per_update,
+                "targets_per_second": found.targets_per_second,
+                "memory": peak_memory(trainer.device).model_dump(mode="json"),
+                "devices": [device.model_dump(mode="json") for device in devices()],
+                "threads": trainer.threads,
+            }
+        )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory, the device's or the host's, is what was missing."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    # These come as plain RuntimeErrors: cuBLAS and cuDNN handles, and PyTorch's CPU allocator.
+    signs = (
+        "CUBLAS_STATUS_ALLOC_FAILED",
+        "CUDNN_STATUS_ALLOC_FAILED",
+        "CUDA error: out of memory",
+        "CUDA out of memory",  # from inside the compiler, which wraps it
+        "can't allocate memory",
+    )
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)

@@ -1,0 +1,100 @@
+"""Find the fastest way to run a recipe, within a time budget: `python -m tinyllm_ray.tune --budget 45m`.
+
+Standard library only, so that the budget counts from the process's start before anything slow is imported.
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from tinyllm_ray.clock import Deadline, parse_duration
+from tinyllm_ray.command import Parser, exit_status
+from tinyllm_ray.tune.supervisor import process_age_seconds, supervise
+
+STUDY_COMMAND = (sys.executable, "-m", "tinyllm_ray.tune.study_process")
+
+_EPILOG = """examples:
+  python -m tinyllm_ray.tune --budget 45m
+      a GPU machine studies the 20m preset; a machine without one studies nano over a small space
+  python -m tinyllm_ray.tune --budget 10m --preset 50m --space execution --out studies/50m
+  python -m tinyllm_ray.tune --budget 10m --config mine.yaml --set training.tokens_per_update=65536
+  python -m tinyllm_ray.tune --budget 45m --out studies/50m --resume
+      go on with a study that was ended, within what is left of its budget
+
+OUT holds selected.yaml (the configuration to train with), summary.json, trials.jsonl (a record a line) and
+candidates/ (a configuration and a log each).
+
+exit status: 0 a configuration was selected; 1 a fault of the program; 2 a mistake in the request; 3 nothing was
+measured that can be believed; 130 and 143 ended by SIGINT and SIGTERM
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    options = build_parser().parse_args(arguments)
+    return exit_status(lambda: _supervise(options))
+
+
+def _supervise(options: argparse.Namespace) -> int:
+    budget = parse_duration(options.budget, "--budget")
+    age = process_age_seconds()
+    request = _request(options, budget, age)
+    return supervise(STUDY_COMMAND, request=request, deadline=Deadline.after(budget - age)).exit_status
+
+
+def build_parser() -> Parser:
+    """The command line."""
+    parser = Parser(
+        "python -m tinyllm_ray.tune",
+        "Find the fastest execution of a training recipe; everything ends within the budget.",
+        _EPILOG,
+    )
+    parser.add_argument(
+        "--budget", required=True, metavar="DURATION", help="wall clock for everything, like 90s or 1h30m"
+    )
+    recipe = parser.add_mutually_exclusive_group()
+    recipe.add_argument(
+        "--preset", help="recipe by name: nano, 20m, 20m-32k, 50m, 90m (default: what fits the machine)"
+    )
+    recipe.add_argument("--config", metavar="FILE", help="recipe from a YAML file")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting; may be given several times"
+    )
+    parser.add_argument(
+        "--space", help="what may vary: execution, smoke, or a YAML file (default: what fits the machine)"
+    )
+    parser.add_argument("--out", type=Path, help="folder of the study (default: studies/ and the time)")
+    parser.add_argument("--resume", action="store_true", help="go on with the study in --out")
+    parser.add_argument("--address", help="Ray cluster to join (default: $RAY_ADDRESS, else a local one is started)")
+    protocol = parser.add_argument_group("measurement (default: what the space says)")
+    protocol.add_argument("--data-mode", choices=("real", "synthetic"), help="tokens through the loader, or one batch")
+    protocol.add_argument("--warmup-updates", type=int, metavar="N", help="updates before the first window")
+    protocol.add_argument("--windows", type=int, metavar="N", help="timed windows a candidate")
+    protocol.add_argument("--updates-per-window", type=int, metavar="N")
+    return parser
+
+
+def _request(options: argparse.Namespace, budget: float, age: float) -> dict[str, object]:
+    protocol = {
+        key: value
+        for key in ("data_mode", "warmup_updates", "windows", "updates_per_window")
+        if (value := getattr(options, key)) is not None
+    }
+    return {
+        "budget": options.budget,
+        "total_seconds": budget,
+        "age_seconds": age,
+        "recipe": options.preset or options.config,
+        "overrides": options.set,
+        "space": options.space,
+        "protocol": protocol,
+        "out": str(options.out or Path("studies") / time.strftime("%Y%m%d-%H%M%S")),
+        "resume": options.resume,
+        "address": options.address or os.environ.get("RAY_ADDRESS") or None,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""The line between a study's supervisor and its child: one request down, messages up, one JSON object a line.
+
+The child's messages, one JSON object a line (`attach` gives it its end of the line):
+
+    {"type": "out", "study": ID, "path": OUT}   all is validated and OUT exists: records go to OUT/trials.jsonl
+    {"type": "record", "record": {...}}         is fsynced on node-local disk as soon as the supervisor has read it
+    {"type": "standing", "exit_status": N}      the status if the study is cut from now on: the report on disk stands
+    {"type": "done", "exit_status": N, "message": TEXT}
+                                                the verdict, and why where there is something to say (else left out or
+                                                null); the child then has DONE_SECONDS to end by itself
+
+Standard library only: the supervisor imports this module.
+"""
+
+import json
+import os
+import select
+import sys
+import threading
+import time
+from typing import Any
+
+CHANNEL_VARIABLE = "TINYLLM_RAY_CHANNEL"
+"""Environment variable of the child: descriptors of the request and of the messages' pipe."""
+
+
+class Channel:
+    """The study's end of the line."""
+
+    def __init__(self, request: dict[str, Any], descriptor: int) -> None:
+        self.request = request
+        """What was asked, with `budget_seconds`: seconds from this process's start until it is told to end."""
+        self._descriptor = descriptor
+        self._lock = threading.Lock()
+        self._torn = False
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Send a message; from any thread, but not from a signal handler. BrokenPipeError: the supervisor is gone."""
+        line = json.dumps({"type": kind, **fields}, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        with self._lock:
+            # An exception out of a signal handler may have torn the last message: this one starts on a new line.
+            rest = b"\n" + line if self._torn else line
+            self._torn = True
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+            self._torn = False
+
+
+def attach() -> Channel:
+    """In the child: what the supervisor asked, and the way to answer."""
+    request, messages = map(int, os.environ.pop(CHANNEL_VARIABLE).split(","))
+    os.set_inheritable(messages, False)
+    with open(request, "rb") as file:
+        return Channel(json.load(file), messages)
+
+
+class Lines:
+    """Messages of the child, read without ever waiting longer than asked."""
+
+    def __init__(self, descriptor: int) -> None:
+        os.set_blocking(descriptor, False)
+        self._descriptor = descriptor
+        self._poll = select.poll()  # select.select refuses descriptors above 1023
+        self._poll.register(descriptor, select.POLLIN)
+        self._rest = b""
+        self._ended = False
+
+    def read(self, timeout_seconds: float) -> list[dict[str, Any]] | None:
+        """What came within the time: no more than a pipe holds, maybe only a part of a message; None if nothing."""
+        if self._ended or not self._poll.poll(timeout_seconds * 1000):
+            time.sleep(timeout_seconds if self._ended else 0)
+            return None
+        data = os.read(self._descriptor, 1 << 20)
+        self._ended = not data
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [message for line in lines if line and (message := self._parse(line))]
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def _parse(self, line: bytes) -> dict[str, Any] | None:
+        try:
+            message = json.loads(line)
+        except ValueError as error:
+            print(f"tinyllm_ray: a message of the study is torn and left out ({error})", file=sys.stderr, flush=True)
+            return None
+        assert isinstance(message, dict), message
+        return message

@@ -1,0 +1,151 @@
+"""Between the study, which decides, and the trials, which measure: requests out, events and records in."""
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tinyllm_ray import journal
+from tinyllm_ray.clock import Deadline
+from tinyllm_ray.config import Config
+from tinyllm_ray.data.cache import TokenCache
+from tinyllm_ray.measure.environment import source_identity
+from tinyllm_ray.records import Fate, TrialRecord
+from tinyllm_ray.search.study import CandidateStatus, Finished, Study, Trial
+from tinyllm_ray.train.launcher import Candidate as Running
+from tinyllm_ray.train.launcher import build_record
+from tinyllm_ray.train.trial import TrialRequest
+from tinyllm_ray.tune.live import Row
+
+_LEAST_LIMIT_SECONDS = 120.0
+_LIMIT_OVER_UPPER = 3.0
+"""A candidate may take this many times its upper prediction before it counts as hung, within what the budget has."""
+
+
+class StudyDriver:
+    """Runs one study's decisions; a `cluster.trials.Driver`.
+
+    `publish` is given every record once, before anything else hears of it; `changed` hears of every candidate that
+    has started or ended.
+    """
+
+    def __init__(
+        self,
+        study: Study,
+        study_id: str,
+        config: Config,
+        cache: TokenCache | None,
+        out: Path,
+        deadline: Deadline,
+        publish: Callable[[TrialRecord], None],
+        changed: Callable[[Row], None] = lambda row: None,
+    ) -> None:
+        self.study = study
+        self.end: str | None = None
+        """Why the study asks for nothing any more."""
+        self.budget_exhausted = False
+        """Whether candidates were left out for want of time."""
+        self._study_id = study_id
+        self._config = config
+        self._cache = cache
+        self._out = out
+        self._deadline = deadline
+        self._publish = publish
+        self.changed = changed
+        self._running: dict[str, Running] = {}
+
+    @property
+    def finished(self) -> bool:
+        return self.end is not None
+
+    def ask(self) -> Mapping[str, Any] | None:
+        left = self._deadline.remaining()
+        answer = self.study.ask(left)
+        if isinstance(answer, Finished):
+            self.end, self.budget_exhausted = answer.reason, answer.budget_exhausted
+            return None
+        if not isinstance(answer, Trial):
+            return None
+        request = self._request(answer, left)
+        self._running[answer.candidate.id] = Running(
+            request, Deadline.after(request["limit_seconds"]), time.monotonic(), time.time()
+        )
+        self.changed(self.row(answer.candidate.id))
+        return request
+
+    def hear(self, candidate: str, event: Mapping[str, Any]) -> None:
+        running = self._running.get(candidate)
+        if running is None:
+            return  # Tune repeats a trial's last result when it completes
+        if event["event"] == "record":
+            self._end(candidate, TrialRecord.model_validate(event["record"]))
+        else:
+            running.hear(event)
+
+    def lose(self, candidate: str) -> None:
+        running = self._running.get(candidate)
+        if running is None:
+            return
+        source = source_identity()
+        record = build_record(
+            running,
+            Fate.LOST,
+            f"its Ray process or node went away during {running.stage}",
+            time.monotonic() - running.began,
+            environment={},
+            source={"sha256": source.sha256, "dirty": source.dirty},
+            compile_cache=None,
+        )
+        self._end(candidate, record)
+
+    def rows(self) -> list[Row]:
+        """Every candidate the study knows, as shown to people."""
+        return [self._row(candidate) for candidate in self.study.candidates()]
+
+    def row(self, candidate_id: str) -> Row:
+        return next(row for row in self.rows() if row.candidate == candidate_id)
+
+    def _end(self, candidate: str, record: TrialRecord) -> None:
+        del self._running[candidate]
+        self._publish(record)
+        self.study.tell(record)
+        self.changed(self.row(candidate))
+
+    def _request(self, trial: Trial, left: float) -> dict[str, Any]:
+        candidate = trial.candidate
+        config = self._config.with_execution(candidate.execution)
+        path = Path("candidates") / f"{candidate.id}.yaml"
+        journal.write_atomically(self._out / path, config.to_yaml().encode())
+        limit = max(_LEAST_LIMIT_SECONDS, _LIMIT_OVER_UPPER * trial.prediction.upper_seconds)
+        request = TrialRequest(
+            study=self._study_id,
+            candidate=candidate.id,
+            label=candidate.label,
+            config=config.model_dump(mode="json"),
+            protocol=self.study.protocol,
+            cache=str(self._cache.folder) if self._cache else None,
+            cache_identity=self._cache.identity if self._cache else None,
+            configuration=str(path),
+            limit_seconds=min(limit, left),
+        )
+        return request.model_dump(mode="json")
+
+    def _row(self, status: CandidateStatus) -> Row:
+        baseline = self.study.baseline().record
+        record = status.record
+        rate = record.targets_per_second if record else None
+        base = baseline.targets_per_second if baseline else None
+        running = self._running.get(status.candidate.id)
+        return Row(
+            candidate=status.candidate.id,
+            label=status.candidate.label,
+            state=(status.fate or status.state).value,
+            detail=_stage(running) if running else status.reason or "",
+            targets_per_second=rate,
+            versus_baseline=rate / base if rate and base else None,
+            seconds=record.seconds.total if record else None,
+        )
+
+
+def _stage(running: Running) -> str:
+    return f"window {len(running.windows) + 1}" if running.windows else running.stage

@@ -1,0 +1,99 @@
+"""What a study leaves for people and programs: `selected.yaml`, `summary.json`, and the closing lines.
+
+Both files are rewritten after every trial, so that they stand whenever the end comes.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tinyllm_ray import journal
+from tinyllm_ray.config import Config
+from tinyllm_ray.records import SCHEMA_VERSION, TrialRecord
+from tinyllm_ray.search.study import Study
+from tinyllm_ray.tune.driver import StudyDriver
+from tinyllm_ray.tune.folder import SELECTED, SUMMARY
+
+
+@dataclass
+class Report:
+    """Everything the summary holds beside the study's own state."""
+
+    out: Path
+    study_id: str
+    config: Config
+    budget_seconds: float
+    elapsed: Callable[[], float]
+    """Seconds of the budget that are used up."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Recipe, space, machine and cluster, for the summary."""
+
+    def write(self, driver: StudyDriver, ended: str | None) -> None:
+        """Rewrite both files; `ended` says why the study is over, None while it goes on."""
+        selection = driver.study.selection()
+        if selection is not None:
+            selected = self.config.with_execution(selection.record.execution)
+            journal.write_atomically(self.out / SELECTED, selected.to_yaml().encode())
+        summary = json.dumps(self._summary(driver, ended), indent=2, allow_nan=False) + "\n"
+        journal.write_atomically(self.out / SUMMARY, summary.encode())
+
+    def _summary(self, driver: StudyDriver, ended: str | None) -> dict[str, Any]:
+        study, selection = driver.study, driver.study.selection()
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "study": self.study_id,
+            **self.facts,
+            "budget_seconds": self.budget_seconds,
+            "elapsed_seconds": self.elapsed(),
+            "budget_exhausted": driver.budget_exhausted,
+            "ended": ended,
+            "baseline": _figures(study.baseline().record, study),
+            "eager": _figures(study.eager_row().record, study),
+            "selected": _figures(selection.record, study) if selection else None,
+            "verdict": selection.reason if selection else None,
+            "ties": [record.candidate for record in selection.ties] if selection else [],
+            "candidates": [asdict(row) for row in driver.rows()],
+        }
+
+
+def closing_lines(driver: StudyDriver, out: Path) -> list[str]:
+    """What the study came to, and the command that goes on from there."""
+    selection, baseline = driver.study.selection(), driver.study.baseline().record
+    lines = [f"ended: {driver.end}"] if driver.end else []
+    if selection is None:
+        return [*lines, f"no candidate gave a figure that can be believed; {out / SUMMARY} says what happened to each"]
+    best = selection.record
+    label = driver.row(best.candidate).label
+    ratio = _ratio(best, baseline)
+    lines.append(
+        f"selected {label}: {best.targets_per_second:,.0f} targets/s"
+        + ("" if ratio is None else f", {ratio:.2f}x the baseline")
+    )
+    lines.append(f"verdict: {selection.reason}")
+    lines.append(f"next: python -m tinyllm_ray.train --config {out / SELECTED} --out {out / 'run'}")
+    return lines
+
+
+def _figures(record: TrialRecord | None, study: Study) -> dict[str, Any] | None:
+    if record is None:
+        return None
+    return {
+        "candidate": record.candidate,
+        "fate": record.fate.value,
+        "reason": record.reason,
+        "execution": record.execution,
+        "targets_per_second": record.targets_per_second,
+        "spread": record.spread,
+        "versus_baseline": _ratio(record, study.baseline().record),
+        "first_update_seconds": record.first_update_seconds,
+        "seconds": record.seconds.model_dump(),
+        "memory": record.memory.model_dump(),
+        "configuration": record.configuration,
+    }
+
+
+def _ratio(record: TrialRecord, baseline: TrialRecord | None) -> float | None:
+    rate, base = record.targets_per_second, baseline.targets_per_second if baseline else None
+    return rate / base if rate and base else None

@@ -1,0 +1,103 @@
+"""What a study is asked, as plain values that cross to its process, and what it is once all of it is checked."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from tinyllm_ray.config import Config, load, validate
+from tinyllm_ray.errors import ConfigError
+from tinyllm_ray.records import Protocol
+from tinyllm_ray.search.space import Space, load_space, parse_space
+from tinyllm_ray.validation import explain
+
+STUDY_COMMAND = (sys.executable, "-m", "tinyllm_ray.tune.study_process")
+
+
+class Interrupted(Exception):
+    """A signal asked for the study's end."""
+
+
+class StudyRequest(BaseModel):
+    """A study as asked for; None is the default that fits the machine."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    budget: str
+    """The whole budget as it was given, like `45m`."""
+    budget_seconds: float
+    """Seconds left when the study's process starts."""
+    total_seconds: float
+    """The whole budget in seconds."""
+    age_seconds: float
+    """Of the budget, used up when the study's process starts."""
+    recipe: str | dict[str, Any] | None = None
+    """A preset's name, a YAML file's path or a whole configuration."""
+    overrides: list[str] = []
+    """`section.key=value`, applied to the recipe."""
+    space: str | dict[str, Any] | None = None
+    """A space's name, a YAML file's path or a whole space."""
+    protocol: dict[str, Any] = {}
+    """Fields of the protocol that replace the space's."""
+    out: str
+    resume: bool = False
+    address: str | None = None
+    """A Ray cluster to join."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request whose parts are sound by themselves; a part left open waits for the machine."""
+
+    config: Config | None
+    space: Space | None
+    protocol: Mapping[str, Any]
+
+    def for_machine(self, device_kind: str) -> tuple[Config, Space, list[str]]:
+        """Configuration and space, the open ones chosen for `device_kind`, and a line for each choice made."""
+        on_gpu = device_kind == "cuda"
+        notes = []
+        config, space = self.config, self.space
+        if config is None:
+            name = "20m" if on_gpu else "nano"
+            config = load(name)
+            notes.append(f"preset {name}" + ("" if on_gpu else ": no GPU here; name another with --preset"))
+        if space is None:
+            name = "execution" if on_gpu else "smoke"
+            space = load_space(name)
+            notes.append(f"space {name}" + ("" if on_gpu else ": no GPU here; name another with --space"))
+        return config, with_protocol(space, self.protocol), notes
+
+
+def check_request(request: StudyRequest) -> Asked:
+    """Everything about a request that can be judged without the machine. Raises ConfigError."""
+    recipe, space = request.recipe, request.space
+    if isinstance(recipe, dict):
+        config: Config | None = validate(recipe, "configuration")
+    elif recipe is None and request.overrides:
+        raise ConfigError("--set changes a recipe: name it with --preset or --config as well")
+    else:
+        config = None if recipe is None else load(recipe, request.overrides)
+    if isinstance(space, dict):
+        checked: Space | None = parse_space(space, "space")
+    else:
+        checked = None if space is None else load_space(space)
+    _check_protocol(request.protocol)
+    if config is not None and config.data.cache is not None and not Path(config.data.cache).is_dir():
+        raise ConfigError(f"data.cache: {config.data.cache!r} is no folder; prepare a cache there or leave it out")
+    return Asked(config, checked, request.protocol)
+
+
+def with_protocol(space: Space, changes: Mapping[str, Any]) -> Space:
+    """The space with fields of its protocol replaced. Raises ConfigError."""
+    return space.model_copy(update={"protocol": _check_protocol({**space.protocol.model_dump(), **changes})})
+
+
+def _check_protocol(values: Mapping[str, Any]) -> Protocol:
+    try:
+        return Protocol.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(explain(error, Protocol, "protocol")) from None

@@ -1,0 +1,164 @@
+"""The tuner as a Python object: the same supervised study that the command line runs."""
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tinyllm_ray.clock import Deadline, parse_duration
+from tinyllm_ray.config import Config, load
+from tinyllm_ray.errors import EXIT_DONE, EXIT_NO_RESULT, EXIT_USER, ConfigError, NoResultError, TinyllmRayError
+from tinyllm_ray.records import TrialRecord, read_records
+from tinyllm_ray.search.space import Space
+from tinyllm_ray.tune.folder import SELECTED, SUMMARY, TRIALS
+from tinyllm_ray.tune.request import STUDY_COMMAND, StudyRequest, check_request
+from tinyllm_ray.tune.supervisor import supervise
+
+if TYPE_CHECKING:
+    import pandas
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """What a study left; everything can be read again from `out` with `TuneResult.read`."""
+
+    out: Path
+    summary: dict[str, Any]
+    """The content of `summary.json`."""
+    records: tuple[TrialRecord, ...]
+    """Every trial, in the order they ended."""
+    config: Config
+    """The selected configuration."""
+
+    @classmethod
+    def read(cls, out: str | Path) -> "TuneResult":
+        """The result of the study in `out`. Raises ConfigError where there is none, NoResultError without a verdict."""
+        folder = Path(out)
+        if not (folder / SUMMARY).is_file():
+            raise ConfigError(f"{folder}: there is no study here ({SUMMARY} is missing)")
+        summary = json.loads((folder / SUMMARY).read_text())
+        if summary["selected"] is None:
+            raise NoResultError(f"{folder}: no candidate gave a figure that can be believed; see {SUMMARY}")
+        records = tuple(read_records(folder / TRIALS))
+        return cls(folder, summary, records, load(folder / SELECTED))
+
+    @property
+    def baseline(self) -> TrialRecord | None:
+        """The record every other is compared with; None where it has none."""
+        return self._record(self.summary["baseline"])
+
+    @property
+    def selected(self) -> TrialRecord:
+        """The record of the selected configuration."""
+        record = self._record(self.summary["selected"])
+        assert record is not None
+        return record
+
+    @property
+    def speedup(self) -> float | None:
+        """Throughput of the selected configuration divided by the baseline's."""
+        ratio: float | None = self.summary["selected"]["versus_baseline"]
+        return ratio
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        """A row a trial: candidate, fate, reason, execution settings, throughput, seconds and peak memory."""
+        import pandas
+
+        return pandas.DataFrame([_flat(record) for record in self.records])
+
+    def _record(self, figures: dict[str, Any] | None) -> TrialRecord | None:
+        """The last record of a candidate, which is the one that counts after a resumption."""
+        if figures is None:
+            return None
+        return next(record for record in reversed(self.records) if record.candidate == figures["candidate"])
+
+
+class Tuner:
+    """Finds the fastest execution of a recipe within a time budget.
+
+    >>> from tinyllm_ray.tune import Tuner, load_space
+    >>> result = Tuner(preset="20m", space=load_space("execution"), budget="45m", out="studies/20m").fit()
+    >>> result.config.execution
+    """
+
+    def __init__(
+        self,
+        *,
+        budget: str,
+        out: str | Path,
+        preset: str | None = None,
+        config: Config | str | Path | None = None,
+        overrides: Sequence[str] = (),
+        space: Space | str | Path | None = None,
+        protocol: dict[str, Any] | None = None,
+        resume: bool = False,
+        address: str | None = None,
+    ) -> None:
+        """Everything is checked here, the machine's part in `fit`. Raises ConfigError.
+
+        Args:
+            budget: wall clock from the call of `fit` to its return, like "45m".
+            out: folder of the study; new or empty, unless `resume`.
+            preset: the recipe by name; or `config`: a Config, or a YAML file. Neither: what fits the machine.
+            overrides: `section.key=value`, applied to a preset or file.
+            space: a Space, a shipped space's name or a YAML file. None: what fits the machine.
+            protocol: fields of the space's protocol to replace, like {"windows": 5}.
+            address: Ray cluster to join; None: $RAY_ADDRESS, else a local one is started.
+        """
+        if preset is not None and config is not None:
+            raise ConfigError("preset and config both name a recipe; give one of them")
+        seconds = parse_duration(budget, "budget")
+        self.request = StudyRequest(
+            budget=budget,
+            budget_seconds=seconds,
+            total_seconds=seconds,
+            age_seconds=0.0,
+            recipe=config.model_dump(mode="json") if isinstance(config, Config) else str(config) if config else preset,
+            overrides=list(overrides),
+            space=space.model_dump(mode="json") if isinstance(space, Space) else str(space) if space else None,
+            protocol=protocol or {},
+            out=str(out),
+            resume=resume,
+            address=address or os.environ.get("RAY_ADDRESS") or None,
+        )
+        check_request(self.request)
+
+    def fit(self) -> TuneResult:
+        """Run the study; returns before the budget is over.
+
+        Raises ConfigError for what turns out not to fit the machine or the folder, NoResultError when nothing was
+        measured that can be believed, KeyboardInterrupt after Ctrl-C (the folder then holds what was measured).
+        """
+        deadline = Deadline.after(self.request.total_seconds, time.monotonic)
+        values = self.request.model_dump(mode="json", exclude={"budget_seconds"})
+        outcome = supervise(STUDY_COMMAND, request=values, deadline=deadline)
+        if outcome.exit_status == EXIT_DONE:
+            return TuneResult.read(self.request.out)
+        message = outcome.message or f"the study ended with status {outcome.exit_status}"
+        if outcome.exit_status == EXIT_USER:
+            raise ConfigError(message)
+        if outcome.exit_status == EXIT_NO_RESULT:
+            raise NoResultError(message)
+        if outcome.exit_status > 128:
+            raise KeyboardInterrupt(message)
+        raise TinyllmRayError(message)
+
+
+def _flat(record: TrialRecord) -> dict[str, Any]:
+    return {
+        "candidate": record.candidate,
+        "fate": record.fate.value,
+        "reason": record.reason,
+        **record.execution,
+        "targets_per_second": record.targets_per_second,
+        "spread": record.spread,
+        "seconds_per_update": record.seconds_per_update,
+        "first_update_seconds": record.first_update_seconds,
+        "warmup_seconds": record.warmup_seconds,
+        **{f"seconds_{name}": value for name, value in record.seconds.model_dump().items()},
+        **record.memory.model_dump(),
+        "device": record.devices[0].name if record.devices else None,
+    }
