@@ -36,17 +36,6 @@ def group(leader: int) -> list[int]:
     return found
 
 
-def children(pid: int) -> list[int]:
-    """The processes that this one started and that run."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            fields = _fields(int(entry.name))
-            if fields and fields[0] not in "ZX" and int(fields[1]) == pid:
-                found.append(int(entry.name))
-    return found
-
-
 def _state(pid: int) -> str | None:
     fields = _fields(pid)
     return fields[0] if fields else None

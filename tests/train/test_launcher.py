@@ -392,6 +392,11 @@ class TestStarter:
         assert_works(launcher, request_for)
         assert starter_of(launcher) == starter
 
+    def test_hears_nothing_of_the_terminals_ctrl_c(self, launcher: Launcher, request_for: MakeRequest) -> None:
+        launcher.begin(request_for("hang"))
+        pid = step_until(launcher, "forked")["pid"]
+        assert os.getsid(starter_of(launcher)) == os.getsid(pid) != os.getsid(0)
+
     def test_has_the_compile_cache_in_its_environment(
         self, launcher: Launcher, request_for: MakeRequest, tmp_path: Path
     ) -> None:

@@ -192,6 +192,7 @@ class TestCompileCacheTag:
         assert self.tag(tiny, **settings) == self.tag(tiny)
 
 
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
 class TestCompiled:
     """What Dynamo makes of an update. The kernels that Inductor builds of it take a compiler the better part of a
     minute; `test_candidates.py` has a candidate that runs them.
