@@ -216,7 +216,14 @@ class TestCommandLine:
         printed = capsys.readouterr()
         assert str(out / "result.json") in printed.out
         assert "update 3/3" in printed.err
+        assert "over the" not in printed.err
         assert read_json(out / "result.json")["step"] == 3
+
+    def test_a_budget_larger_than_the_cache_is_said(
+        self, file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["--config", file, "--set", "training.token_budget=12800", "--out", str(tmp_path / "run")]) == 0
+        assert "the run's 12,800 targets pass 2.1 times over the 6,000 training tokens of" in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         ("arguments", "words"),

@@ -53,7 +53,7 @@ def _run(options: argparse.Namespace) -> int:
 
     from tinyllm_ray.data.cache import open_cache
     from tinyllm_ray.data.prepare import default_cache
-    from tinyllm_ray.train.run import Run, prepare_folder
+    from tinyllm_ray.train.run import Run, describe_passes, prepare_folder
     from tinyllm_ray.train.show import progress_line
 
     cache = open_cache(config.data.cache) if config.data.cache else open_cache(default_cache())
@@ -61,6 +61,8 @@ def _run(options: argparse.Namespace) -> int:
     logging.basicConfig(
         filename=options.out / "train.log", level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    if passes := describe_passes(config, cache):
+        print(passes, file=sys.stderr)
     with progress_line() as on_progress:
         status = Run(config, cache, options.out, on_progress).execute()
     print(f"{options.out / 'result.json'} holds the result, {options.out / 'metrics.jsonl'} the curve")

@@ -69,6 +69,17 @@ def prepare_folder(out: Path) -> None:
         raise ConfigError(f"--out {out}: {error.strerror}; choose a folder that can be written") from None
 
 
+def describe_passes(config: Config, cache: TokenCache) -> str | None:
+    """A line for people where the run needs more tokens than the cache has; None where it does not."""
+    targets, tokens = run_updates(config) * config.training.tokens_per_update, cache.tokens("train")
+    if targets < tokens:
+        return None
+    return (
+        f"the run's {targets:,} targets pass {targets / tokens:.1f} times over the {tokens:,} training tokens of "
+        f"{cache.folder}, each time in another order"
+    )
+
+
 class Run:
     """One training run into the folder `out`; `execute` returns the exit status."""
 

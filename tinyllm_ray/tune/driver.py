@@ -12,8 +12,7 @@ from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.measure.environment import source_identity
 from tinyllm_ray.records import Fate, TrialRecord
 from tinyllm_ray.search.study import CandidateStatus, Finished, Study, Trial
-from tinyllm_ray.train.launcher import Candidate as Running
-from tinyllm_ray.train.launcher import build_record
+from tinyllm_ray.train.outcome import RunningCandidate, build_record
 from tinyllm_ray.train.trial import TrialRequest
 from tinyllm_ray.tune.live import Row
 
@@ -52,7 +51,7 @@ class StudyDriver:
         self._deadline = deadline
         self._publish = publish
         self.changed = changed
-        self._running: dict[str, Running] = {}
+        self._running: dict[str, RunningCandidate] = {}
 
     @property
     def finished(self) -> bool:
@@ -67,7 +66,7 @@ class StudyDriver:
         if not isinstance(answer, Trial):
             return None
         request = self._request(answer, left)
-        self._running[answer.candidate.id] = Running(
+        self._running[answer.candidate.id] = RunningCandidate(
             request, Deadline.after(request["limit_seconds"]), time.monotonic(), time.time()
         )
         self.changed(self.row(answer.candidate.id))
@@ -147,5 +146,5 @@ class StudyDriver:
         )
 
 
-def _stage(running: Running) -> str:
+def _stage(running: RunningCandidate) -> str:
     return f"window {len(running.windows) + 1}" if running.windows else running.stage

@@ -1,0 +1,171 @@
+"""The study's driver and its report: requests, events and records in, files out; no Ray and no process."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import FakeClock
+
+from tinyllm_ray.clock import Deadline
+from tinyllm_ray.config import load
+from tinyllm_ray.records import Fate, TrialRecord, Window
+from tinyllm_ray.search.fitting import fit_space
+from tinyllm_ray.search.space import load_space
+from tinyllm_ray.search.study import Study
+from tinyllm_ray.train.outcome import RunningCandidate, build_record
+from tinyllm_ray.tune.driver import StudyDriver
+from tinyllm_ray.tune.report import Report, closing_lines
+
+CONFIG = load("nano")
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def published() -> list[TrialRecord]:
+    return []
+
+
+@pytest.fixture
+def driver(tmp_path: Path, clock: FakeClock, published: list[TrialRecord]) -> StudyDriver:
+    (tmp_path / "candidates").mkdir()
+    study = Study(fit_space(load_space("smoke"), CONFIG, "cpu", cores=2))
+    deadline = Deadline.after(1000, clock)
+    return StudyDriver(study, "study", CONFIG, None, tmp_path, deadline, published.append)
+
+
+def window(index: int, rate: float = 2048.0) -> dict[str, Any]:
+    return Window(
+        index=index,
+        updates=5,
+        targets=10240,
+        seconds=10240 / rate,
+        targets_per_second=rate,
+        data_wait_seconds=0.0,
+        loss=9.0,
+        grad_norm=1.0,
+        timestamp=0.0,
+    ).model_dump(mode="json")
+
+
+def ended(request: Any, fate: Fate = Fate.COMPLETE, rate: float = 2048.0) -> dict[str, Any]:
+    """The last event of a candidate."""
+    running = RunningCandidate(request, Deadline.after(1), 0.0, 0.0)
+    running.hear({"event": "stage", "stage": "start"})
+    running.hear({"event": "stage", "stage": "compile", "seconds": 1.0})
+    running.hear({"event": "stage", "stage": "warmup", "seconds": 2.0})
+    if fate == Fate.COMPLETE:
+        for index in range(3):
+            running.hear({"event": "window", "window": window(index, rate)})
+        running.hear({"event": "result", "targets_per_second": rate, "seconds_per_update": 2048 / rate})
+    source = {"sha256": "0", "dirty": None}
+    record = build_record(running, fate, None if fate == Fate.COMPLETE else "why", 9.0, {}, source, None)
+    return {"event": "record", "record": record.model_dump(mode="json")}
+
+
+def test_a_request_is_the_recipe_under_the_candidates_execution(driver: StudyDriver, tmp_path: Path) -> None:
+    request = driver.ask()
+    assert request is not None
+    written = load(tmp_path / request["configuration"])
+    assert written.model_dump(mode="json") == request["config"]
+    assert written.recipe_identity == CONFIG.recipe_identity
+    assert request["cache"] is None
+    assert request["protocol"] == driver.study.protocol.model_dump(mode="json")
+
+
+def test_no_candidate_may_run_past_the_budget_and_none_may_hang(driver: StudyDriver, clock: FakeClock) -> None:
+    first = driver.ask()
+    assert first is not None
+    assert 120 <= first["limit_seconds"] < 1000
+    driver.hear(first["candidate"], ended(first))
+    clock.advance(950)
+    second = driver.ask()
+    assert second is not None
+    assert second["limit_seconds"] == pytest.approx(50)
+
+
+def test_a_record_is_published_before_the_study_goes_on(driver: StudyDriver, published: list[TrialRecord]) -> None:
+    request = driver.ask()
+    assert request is not None
+    assert driver.ask() is None  # the baseline runs alone
+    driver.hear(request["candidate"], {"event": "window", "window": window(0)})
+    assert driver.row(request["candidate"]).detail == "window 2"
+    last = ended(request)
+    driver.hear(request["candidate"], last)
+    driver.hear(request["candidate"], last)  # Tune gives the last result twice
+    assert [record.candidate for record in published] == [request["candidate"]]
+    row = driver.row(request["candidate"])
+    assert (row.state, row.targets_per_second, row.versus_baseline) == ("complete", 2048.0, 1.0)
+    assert driver.ask() is not None
+
+
+def test_a_lost_candidate_keeps_the_windows_it_had(driver: StudyDriver, published: list[TrialRecord]) -> None:
+    request = driver.ask()
+    assert request is not None
+    driver.hear(request["candidate"], {"event": "stage", "stage": "windows", "seconds": 1.0})
+    driver.hear(request["candidate"], {"event": "window", "window": window(0)})
+    driver.lose(request["candidate"])
+    driver.lose(request["candidate"])
+    (record,) = published
+    assert record.fate == Fate.LOST
+    assert record.reason == "its Ray process or node went away during windows"
+    assert len(record.windows) == 1
+    assert record.targets_per_second is None
+    assert driver.row(request["candidate"]).state == "lost"
+
+
+def finish(driver: StudyDriver, rate: Callable[[dict[str, Any]], float]) -> None:
+    while (request := driver.ask()) is not None:
+        driver.hear(request["candidate"], ended(request, rate=rate(request["config"]["execution"])))
+
+
+def report_of(driver: StudyDriver, out: Path) -> Report:
+    return Report(out, "study", CONFIG, 1000.0, lambda: 12.5, {"space": "smoke"})
+
+
+def test_the_report_stands_from_the_first_trial_on(driver: StudyDriver, tmp_path: Path) -> None:
+    report = report_of(driver, tmp_path)
+    request = driver.ask()
+    report.write(driver, ended=None)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["selected"] is None
+    assert summary["ended"] is None
+    assert [row["state"] for row in summary["candidates"]].count("running") == 1
+    assert not (tmp_path / "selected.yaml").exists()
+    assert request is not None
+    driver.hear(request["candidate"], ended(request))
+    report.write(driver, ended=None)
+    assert load(tmp_path / "selected.yaml").execution.model_dump(mode="json") == request["config"]["execution"]
+
+
+def test_the_report_of_a_finished_study(driver: StudyDriver, tmp_path: Path) -> None:
+    finish(driver, lambda execution: 3000.0 if execution["update"] == "compiled" else 2000.0)
+    assert driver.end == "space exhausted"
+    assert driver.budget_exhausted is False
+    report_of(driver, tmp_path).write(driver, ended=driver.end)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["elapsed_seconds"] == 12.5
+    assert summary["space"] == "smoke"
+    assert summary["selected"]["versus_baseline"] == pytest.approx(1.5)
+    assert summary["selected"]["execution"]["update"] == "compiled"
+    assert summary["baseline"]["candidate"] == summary["eager"]["candidate"]
+    assert {row["candidate"] for row in summary["candidates"]} >= {summary["selected"]["candidate"], *summary["ties"]}
+    lines = closing_lines(driver, Path("there"))
+    assert any("3,000 targets/s, 1.50x the baseline" in line for line in lines)
+    assert lines[-1] == "next: python -m tinyllm_ray.train --config there/selected.yaml --out there/run"
+
+
+def test_nothing_to_believe_is_said(driver: StudyDriver, tmp_path: Path) -> None:
+    while (request := driver.ask()) is not None:
+        driver.hear(request["candidate"], ended(request, Fate.FAILED))
+    report_of(driver, tmp_path).write(driver, ended=driver.end)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["selected"] is None
+    assert summary["baseline"]["fate"] == "failed"
+    assert "no candidate gave a figure that can be believed" in closing_lines(driver, tmp_path)[-1]
+    assert not (tmp_path / "selected.yaml").exists()
