@@ -13,3 +13,17 @@ class Finished:
 
 
 RunModule = Callable[..., Finished]
+
+# Small enough to run for real in a test: real Ray, real processes, real tokens, a model of half a million.
+TINY_RECIPE = """
+model: {layers: 1, width: 16, heads: 2, ffn: 32, context: 64, vocab_size: 32000}
+optimizer: {peak_learning_rate: 1e-3, betas: [0.9, 0.95]}
+training: {tokens_per_update: 512, token_budget: 51_200, epochs: 2}
+evaluation: {subset_blocks: 8}
+"""
+
+TINY_SPACE = """
+baseline: {micro_batch_size: 8, cpu_threads: 1}
+factors: {micro_batch_size: [4, 8], sdpa_backend: [auto, math]}
+protocol: {warmup_updates: 1, windows: 2, updates_per_window: 2}
+"""

@@ -3,24 +3,14 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from command_line import Finished, RunModule
+from command_line import TINY_RECIPE, TINY_SPACE, Finished, RunModule
+from small_caches import MakeCache, write_cache
 
-# Small enough to run for real in a test: real Ray, real processes, real tokens, a model of half a million.
-TINY_RECIPE = """
-model: {layers: 1, width: 16, heads: 2, ffn: 32, context: 64, vocab_size: 32000}
-optimizer: {peak_learning_rate: 1e-3, betas: [0.9, 0.95]}
-training: {tokens_per_update: 512, token_budget: 51_200, epochs: 2}
-evaluation: {subset_blocks: 8}
-"""
-
-TINY_SPACE = """
-baseline: {micro_batch_size: 8, cpu_threads: 1}
-factors: {micro_batch_size: [4, 8], sdpa_backend: [auto, math]}
-protocol: {warmup_updates: 1, windows: 2, updates_per_window: 2}
-"""
+from tinyllm_ray.data.cache import TokenCache
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -62,10 +52,11 @@ def built_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def run_module(built_root: Path) -> RunModule:
     """run_module("tinyllm_ray.tune", "--budget", "60s", cwd=...) in a process of its own, over the default cache."""
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    environment |= {"TINYLLM_RAY_CACHE": str(built_root), "COLUMNS": "200"}
 
     def run(module: str, *arguments: object, cwd: Path) -> Finished:
+        # As of now: a Ray started in this process leaves its kind of authentication here for those that join it.
+        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        environment |= {"TINYLLM_RAY_CACHE": str(built_root), "COLUMNS": "200"}
         done = subprocess.run(
             [sys.executable, "-m", module, *map(str, arguments)],
             cwd=cwd,
@@ -88,3 +79,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "recipe.yaml").write_text(TINY_RECIPE)
     (folder / "space.yaml").write_text(TINY_SPACE)
     return folder
+
+
+@pytest.fixture(scope="session")
+def make_cache(tmp_path_factory: pytest.TempPathFactory) -> MakeCache:
+    """make_cache(train, shard_tokens=..., vocab_size=..., validation=...) in a folder of its own."""
+
+    def make(
+        train: Sequence[int], shard_tokens: int = 100, vocab_size: int = 2**16, validation: Sequence[int] = (1, 2)
+    ) -> TokenCache:
+        splits = {"train": train, "validation": validation}
+        return write_cache(tmp_path_factory.mktemp("cache"), splits, shard_tokens, vocab_size)
+
+    return make

@@ -108,6 +108,8 @@ def violations(package: Path) -> list[str]:
 
 def _upward(one: Import, known: dict[str, Path]) -> Iterator[str]:
     here, there = folder(one.module, known), folder(one.target, known)
+    if one.module.rpartition(".")[2] == "__main__":
+        here = "tune"  # a program stands on the top floor, wherever its file lies
     if one.target.rpartition(".")[2] == "__main__":
         yield f"imports {one.target}, a program"
     if one.module in STANDARD_LIBRARY_ONLY and one.target not in ("", "tune", *STANDARD_LIBRARY_ONLY):

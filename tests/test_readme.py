@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import tinyllm_ray.data.__main__ as data_command
 import tinyllm_ray.train.__main__ as train_command
 import tinyllm_ray.tune.__main__ as tune_command
 from tinyllm_ray.config import preset_names
@@ -14,7 +15,11 @@ from tinyllm_ray.tune import TuneResult
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-PARSERS = {"tinyllm_ray.tune": tune_command.build_parser, "tinyllm_ray.train": train_command.build_parser}
+PARSERS = {
+    "tinyllm_ray.data": data_command.build_parser,
+    "tinyllm_ray.train": train_command.build_parser,
+    "tinyllm_ray.tune": tune_command.build_parser,
+}
 
 
 def blocks(language: str) -> list[str]:
@@ -28,7 +33,7 @@ def commands() -> list[tuple[str, list[str]]]:
     return [(line[line.index("-m") + 1], line[line.index("-m") + 2 :]) for line in words]
 
 
-def test_it_shows_both_commands() -> None:
+def test_it_shows_every_command() -> None:
     assert {module for module, _ in commands()} == set(PARSERS)
 
 

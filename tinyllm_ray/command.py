@@ -4,11 +4,12 @@ Standard library only: the supervisor's command line imports this module.
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from tinyllm_ray.errors import EXIT_USER, TinyllmRayError
+from tinyllm_ray.errors import EXIT_SIGINT, EXIT_USER, TinyllmRayError
 
 
 class Parser(argparse.ArgumentParser):
@@ -17,6 +18,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, prog: str, description: str, epilog: str) -> None:
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(prog=prog, description=description, epilog=epilog, formatter_class=formatter)
+        # What begins with a minus and a digit is a value, so that `--budget -5m` is answered for what it is.
+        self._negative_number_matcher = re.compile(r"-\d")
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USER, f"error: {message}; see {self.prog} --help\n")
@@ -26,6 +29,9 @@ def exit_status(command: Callable[[], int]) -> int:
     """What `command` returns; for an error meant for the user, its line on standard error and its status."""
     try:
         return command()
+    except KeyboardInterrupt:
+        print("ended by SIGINT", file=sys.stderr)
+        return EXIT_SIGINT
     except TinyllmRayError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status

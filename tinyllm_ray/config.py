@@ -38,6 +38,9 @@ Update = Literal["eager", "compiled"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 SdpaBackend = Literal["auto", "flash", "cudnn", "efficient", "math"]
 
+CPU_SDPA_BACKENDS = ("auto", "flash", "math")
+"""PyTorch has no CPU kernels for the cuDNN and memory-efficient backends and raises when only those are allowed."""
+
 DEFAULT_MICRO_BATCH_SIZES = (32, 16, 8)
 
 

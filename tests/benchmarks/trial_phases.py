@@ -57,7 +57,9 @@ def main():
                 include={"fate", "reason", "targets_per_second", "seconds", "start_stage_seconds", "memory"}
             )
             waits = sum(window.data_wait_seconds for window in record.windows)
-            print(json.dumps({"repeat": repeat, **settings, **kept, "data_wait_seconds": waits}), flush=True)
+            learned = [(window.loss, window.grad_norm) for window in record.windows]
+            line = {"repeat": repeat, **settings, **kept, "data_wait_seconds": waits, "loss_and_grad_norm": learned}
+            print(json.dumps(line), flush=True)
             if record.fate != "complete":
                 print((logs / f"repeat{repeat}.log").read_text()[-3000:])
 

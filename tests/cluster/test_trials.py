@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import ray
-from command_line import RunModule
-from conftest import TINY_RECIPE
+from command_line import TINY_RECIPE, RunModule
 
 from tinyllm_ray.cluster.connect import Connection, connect
 from tinyllm_ray.cluster.trials import resources, run_trials

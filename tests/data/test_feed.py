@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from slow_source import SlowSource
 
-from tinyllm_ray.data.feed import DeviceFeed, SyntheticFeed, inputs_and_targets, widen
+from tinyllm_ray.data import read_ahead
+from tinyllm_ray.data.feed import SyntheticFeed, device_feed, inputs_and_targets, widen
 from tinyllm_ray.data.loader import RowLoader
 from tinyllm_ray.errors import ConfigError
 
@@ -32,7 +34,7 @@ DEVICES = [
 @pytest.mark.parametrize("device", DEVICES, ids=str)
 def test_batches_are_the_loaders(counting_cache, device):
     with loader_of(counting_cache) as loader:
-        feed = DeviceFeed(loader_of(counting_cache), 7, device)
+        feed = device_feed(loader_of(counting_cache), 7, device)
         batches = [feed.next() for _ in range(40)]
         for number, batch in enumerate(batches):
             assert batch.device.type == device.type
@@ -44,11 +46,11 @@ def test_batches_are_the_loaders(counting_cache, device):
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
 def test_the_position_is_that_of_the_batch_in_hand(counting_cache, device):
-    feed = DeviceFeed(loader_of(counting_cache, start_row=5), 7, device)
+    feed = device_feed(loader_of(counting_cache, start_row=5), 7, device)
     assert feed.position == 5
     feed.next()
     assert feed.position == 12
-    resumed = DeviceFeed(loader_of(counting_cache, start_row=feed.position), 7, device)
+    resumed = device_feed(loader_of(counting_cache, start_row=feed.position), 7, device)
     assert (feed.next().cpu().numpy() == resumed.next().cpu().numpy()).all()
     feed.close()
     resumed.close()
@@ -59,7 +61,7 @@ def test_a_failure_comes_with_the_batch_it_belongs_to(make_cache, device):
     cache = make_cache(range(1005))
     (cache.folder / "train-00009.bin").unlink()
     with loader_of(cache, shards_per_range=3) as loader:
-        feed = DeviceFeed(loader_of(cache, shards_per_range=3), 1, device)
+        feed = device_feed(loader_of(cache, shards_per_range=3), 1, device)
         while True:
             try:
                 expected = loader.next(1)
@@ -86,14 +88,22 @@ def test_ids_widen_without_a_sign(device):
 
 def test_a_batch_larger_than_a_pass_is_refused_at_once(counting_cache):
     with loader_of(counting_cache) as loader, pytest.raises(ConfigError, match="101 rows is more than the 100 rows"):
-        DeviceFeed(loader, 101, CPU)
+        device_feed(loader, 101, CPU)
 
 
-def test_waiting_is_the_loaders(counting_cache):
-    with loader_of(counting_cache) as loader:
-        feed = DeviceFeed(loader, 7, CPU)
+def test_a_slow_file_system_shows_as_waiting(counting_cache, monkeypatch):
+    """Each range of 20 rows takes three seconds of a clock that stands still otherwise."""
+    source = SlowSource(counting_cache)
+    monkeypatch.setattr(read_ahead, "time", source)
+    feed = device_feed(loader_of(counting_cache, ranges=source, read_ahead=0), 10, CPU)
+    assert feed.wait_seconds == 0
+    for ranges in (1, 2, 3):
         feed.next()
-        assert feed.wait_seconds == loader.wait_seconds > 0
+        assert feed.wait_seconds == 3 * ranges
+        feed.next()
+        assert feed.wait_seconds == 3 * ranges
+    feed.close()
+    source.asked.set()
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
@@ -116,7 +126,7 @@ def test_a_synthetic_batch_stays_where_it_is(device, vocab_size, dtype):
 def test_a_busy_device_reads_what_it_was_given(counting_cache):
     """Kernels run long after the host has moved on: neither host nor device memory may be used again too early."""
     device = torch.device("cuda")
-    feed = DeviceFeed(loader_of(counting_cache), 50, device)
+    feed = device_feed(loader_of(counting_cache), 50, device)
     sums = []
     for _ in range(30):
         batch = feed.next()
@@ -131,9 +141,9 @@ def test_a_busy_device_reads_what_it_was_given(counting_cache):
 
 @gpu
 def test_the_copy_is_ahead_and_on_a_stream_of_its_own(counting_cache):
-    feed = DeviceFeed(loader_of(counting_cache), 50, torch.device("cuda"))
-    feed.next()
-    assert feed._ahead is not None
+    feed = device_feed(loader_of(counting_cache), 50, torch.device("cuda"))
+    while feed._ahead is None:  # the first batches may come faster than they are gathered
+        feed.next()
     assert feed._hosts[0].is_pinned()
     assert feed._stream != torch.cuda.current_stream()
     feed.close()

@@ -146,3 +146,30 @@ def test_the_baseline_is_kept_where_nothing_is_gained() -> None:
     assert verdict is not None
     assert verdict.record is base
     assert "the baseline" in verdict.reason
+
+
+def test_noisy_windows_do_not_make_a_slow_candidate_a_winner() -> None:
+    """Its windows reach far above the fastest, its median lies below the baseline, which is outside the tie."""
+    base = measured(1, 1000.0, 1005.0, 1010.0)
+    fast = measured(2, 1200.0, 1205.0, 1210.0, first=20.0)
+    wild = measured(3, 40.0, 620.0, 1340.0, first=0.5)
+    verdict = select([base, fast, wild], baseline=base.execution_identity)
+    assert verdict is not None
+    assert verdict.record is fast
+
+
+def test_a_trial_cut_before_its_first_update_says_nothing_about_its_compilation() -> None:
+    execution = SPACE.settle({"micro_batch_size": 8})
+    whole, lost = (
+        record(
+            make_candidate(number, {**execution, "cpu_threads": number}),
+            fate,
+            rates=(99.0, 100.0, 101.0),
+            seconds=Seconds(start=1.0, compile=seconds),
+        )
+        for number, fate, seconds in ((1, Fate.COMPLETE, 20.0), (2, Fate.LOST, None))
+    )
+    dear = measured(4, 99.5, 100.5, 101.5, first=130.0)
+    verdict = select([whole, lost, dear])
+    assert verdict is not None
+    assert verdict.record is whole

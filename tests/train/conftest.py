@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_caches import write_cache
 
 from tinyllm_ray.config import Config, validate
-from tinyllm_ray.data.cache import MANIFEST, Preparation, SplitTotals, TokenCache, new_manifest, open_cache
-from tinyllm_ray.data.shards import ShardWriter
+from tinyllm_ray.data.cache import TokenCache
 
 _TINY: dict[str, Any] = {
     "model": {"layers": 2, "width": 32, "heads": 4, "ffn": 48, "context": 16, "vocab_size": 61, "init_std": 0.1},
@@ -40,29 +40,13 @@ def tiny() -> MakeConfig:
 @pytest.fixture(scope="session")
 def tiny_cache(tmp_path_factory: pytest.TempPathFactory) -> TokenCache:
     """Tokens of which each follows from the one before, but for one in eight: soon learned, and seldom all."""
-    folder = tmp_path_factory.mktemp("cache")
     generator = np.random.default_rng(0)
-    shards, totals = [], {}
-    for split, count in (("train", 6000), ("validation", 1000)):
-        tokens = np.zeros(count, np.uint16)
-        for at in range(1, count):
+    splits = {"train": [0] * 6000, "validation": [0] * 1000}
+    for tokens in splits.values():
+        for at in range(1, len(tokens)):
             surprise = generator.random() < 1 / 8
-            tokens[at] = generator.integers(61) if surprise else (3 * int(tokens[at - 1]) + 1) % 61
-        writer = ShardWriter(folder, split, 1000, 61)
-        writer.append(tokens)
-        shards += writer.close()
-        totals[split] = SplitTotals(tokens=count, documents=1, empty_documents=0, text_bytes=0)
-    manifest = new_manifest(
-        source={"corpus": "made by a rule"},
-        preparation=Preparation(shuffle_seed=0, shuffle_buffer_documents=0, shard_tokens=1000),
-        tokenizer_fingerprint="0" * 64,
-        vocab_size=61,
-        end_of_text=0,
-        splits=totals,
-        shards=shards,
-    )
-    (folder / MANIFEST).write_text(manifest.model_dump_json())
-    return open_cache(folder)
+            tokens[at] = int(generator.integers(61)) if surprise else (3 * tokens[at - 1] + 1) % 61
+    return write_cache(tmp_path_factory.mktemp("cache"), splits, shard_tokens=1000, vocab_size=61)
 
 
 @pytest.fixture(autouse=True)

@@ -36,7 +36,7 @@ def driver(tmp_path: Path, clock: FakeClock, published: list[TrialRecord]) -> St
     (tmp_path / "candidates").mkdir()
     study = Study(fit_space(load_space("smoke"), CONFIG, "cpu", cores=2))
     deadline = Deadline.after(1000, clock)
-    return StudyDriver(study, "study", CONFIG, None, tmp_path, deadline, published.append)
+    return StudyDriver(study, "study", CONFIG, None, tmp_path, deadline, publish=published.append)
 
 
 def window(index: int, rate: float = 2048.0) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def report_of(driver: StudyDriver, out: Path) -> Report:
 def test_the_report_stands_from_the_first_trial_on(driver: StudyDriver, tmp_path: Path) -> None:
     report = report_of(driver, tmp_path)
     request = driver.ask()
-    report.write(driver, ended=None)
+    report.write(driver)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["selected"] is None
     assert summary["ended"] is None
@@ -139,7 +139,7 @@ def test_the_report_stands_from_the_first_trial_on(driver: StudyDriver, tmp_path
     assert not (tmp_path / "selected.yaml").exists()
     assert request is not None
     driver.hear(request["candidate"], ended(request))
-    report.write(driver, ended=None)
+    report.write(driver)
     assert load(tmp_path / "selected.yaml").execution.model_dump(mode="json") == request["config"]["execution"]
 
 
@@ -147,7 +147,7 @@ def test_the_report_of_a_finished_study(driver: StudyDriver, tmp_path: Path) -> 
     finish(driver, lambda execution: 3000.0 if execution["update"] == "compiled" else 2000.0)
     assert driver.end == "space exhausted"
     assert driver.budget_exhausted is False
-    report_of(driver, tmp_path).write(driver, ended=driver.end)
+    report_of(driver, tmp_path).write(driver)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["elapsed_seconds"] == 12.5
     assert summary["space"] == "smoke"
@@ -163,7 +163,7 @@ def test_the_report_of_a_finished_study(driver: StudyDriver, tmp_path: Path) -> 
 def test_nothing_to_believe_is_said(driver: StudyDriver, tmp_path: Path) -> None:
     while (request := driver.ask()) is not None:
         driver.hear(request["candidate"], ended(request, Fate.FAILED))
-    report_of(driver, tmp_path).write(driver, ended=driver.end)
+    report_of(driver, tmp_path).write(driver)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["selected"] is None
     assert summary["baseline"]["fate"] == "failed"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from command_line import Finished, RunModule
+from small_caches import MakeCache
 
 from tinyllm_ray.config import load
 from tinyllm_ray.data.prepare import CACHE_VARIABLE
@@ -141,7 +142,11 @@ def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(built_root: Path, tin
     kept = [record.candidate for record in read_records(records_file)]
     assert kept
     summary = json.loads((tiny / "broken" / "summary.json").read_text())
-    assert summary["ended"] == "ended by SIGINT"
+    assert summary["ended"] == "SIGINT"
+    assert "ended: SIGINT" in rest
+    assert "next: python -m tinyllm_ray.train --config broken/selected.yaml" in rest
+    assert "Traceback" not in rest
+    assert "running" not in {row["state"] for row in summary["candidates"]}
     spent = summary["elapsed_seconds"]
     begin = time.monotonic()
     subprocess.run([*command, "--resume"], cwd=tiny, env=environment, check=True, stderr=subprocess.PIPE)
@@ -163,31 +168,35 @@ def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(built_root: Path, tin
         (["--budget", "1h30"], "'1h30'"),
         (["--budget", "10H"], "'10H'"),
         (["--budget=-5m"], "'-5m'"),
+        (["--budget", "-5m"], "'-5m'"),
         (["--budget", "0"], "'0'"),
         (["--budget", "0s"], "'0s' is zero"),
         (["--budget", ""], "''"),
         (["--budget", "1m", "--preset", "21m"], "'21m'"),
         (["--budget", "1m", "--config", "missing.yaml"], "missing.yaml: no such file"),
         (["--budget", "1m", "--preset", "nano", "--set", "training.tokens=1"], "training.tokens: there is no such key"),
-        (["--budget", "1m", "--preset", "nano", "--set", "data.cache=nowhere"], "'nowhere'"),
+        (["--budget", "1m", "--preset", "nano", "--set", "data.cache=nowhere"], "nowhere: no such folder"),
         (["--budget", "1m", "--space", "missing.yaml"], "'missing.yaml'"),
         (["--budget", "1m", "--space", "recipe_space.yaml"], "belongs to the recipe"),
         (["--budget", "1m", "--space", "empty_space.yaml"], "empty space"),
         (["--budget", "1m", "--preset", "nano", "--space", "no_fit.yaml"], "divides the 8 rows of an update"),
         (["--budget", "1m", "--windows", "0"], "protocol"),
+        (["--budget", "1m", "--preset", "nano", "--set", "data.cache=full"], "holds no manifest.json"),
+        (["--budget", "1m", "--preset", "nano", "--set", "data.cache=tokens"], "set model.vocab_size=65536"),
         (["--budget", "1m", "--out", "full"], "not an empty folder"),
         (["--budget", "1m", "--out", "absent", "--resume"], "holds no study"),
         (["--budget", "1m", "--set", "training.seed=1"], "--set changes a recipe"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(
-    run_module: RunModule, tmp_path: Path, arguments: list[str], said: str
+    run_module: RunModule, make_cache: MakeCache, tmp_path: Path, arguments: list[str], said: str
 ) -> None:
     (tmp_path / "recipe_space.yaml").write_text("baseline: {}\nfactors: {tokens_per_update: [1024]}\n")
     (tmp_path / "empty_space.yaml").write_text("baseline: {}\nfactors: {}\n")
     (tmp_path / "no_fit.yaml").write_text("baseline: {micro_batch_size: 8}\nfactors: {micro_batch_size: [3, 5]}\n")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
+    (tmp_path / "tokens").symlink_to(make_cache(range(1000)).folder)
     before = sorted(tmp_path.rglob("*"))
     out = [] if "--out" in arguments else ["--out", "study"]
     done = run_module("tinyllm_ray.tune", *arguments, *out, cwd=tmp_path)
@@ -197,3 +206,34 @@ def test_a_mistake_is_one_line_and_status_2(
     assert lines[0].startswith("error: ")
     assert said in lines[0]
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_relative_cache_serves_from_anywhere(
+    run_module: RunModule, make_cache: MakeCache, tiny: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "tokens").symlink_to(make_cache([n % 32_000 for n in range(5000)], vocab_size=32_000).folder)
+    arguments = ("--config", tiny / "recipe.yaml", "--space", tiny / "space.yaml", "--set", "data.cache=tokens")
+    done = run_module("tinyllm_ray.tune", "--budget", "45s", *arguments, "--out", "sp ace", cwd=tmp_path)
+    assert done.status == 0, done.output
+    assert "next: python -m tinyllm_ray.train --config 'sp ace/selected.yaml' --out 'sp ace/run'" in done.output
+
+
+def test_a_budget_that_is_over_before_the_start_is_said(run_module: RunModule, tmp_path: Path) -> None:
+    done = run_module("tinyllm_ray.tune", "--budget", "3s", "--preset", "nano", "--out", "study", cwd=tmp_path)
+    assert done.status == 3, done.output
+    assert "the budget of 3s ended before anything was measured" in done.output
+    assert "give 60s or more" in done.output
+    assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize("seconds", [1.0, 3.0])
+def test_ctrl_c_at_any_moment_is_one_line_and_status_130(built_root: Path, tmp_path: Path, seconds: float) -> None:
+    """While it imports, while Ray starts."""
+    command = [sys.executable, "-m", "tinyllm_ray.tune", "--budget", "60s", "--preset", "nano", "--out", "study"]
+    environment = os.environ | {CACHE_VARIABLE: str(built_root)}
+    study = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    time.sleep(seconds)
+    study.send_signal(signal.SIGINT)
+    _, said = study.communicate(timeout=30)
+    assert study.returncode == 130, said
+    assert "Traceback" not in said

@@ -2,13 +2,14 @@
 
 import logging
 import os
+import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import ray
 
@@ -19,6 +20,7 @@ _OBJECT_STORE_BYTES = 128 * 2**20
 """Batches never travel through the object store; Ray's own default takes 30% of the memory."""
 
 _KNOCK_SECONDS = 5.0
+_LONGEST_FOLDER = 45
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Connection:
     started: bool
     """Whether this process started the cluster, and so ends it."""
     nodes: int
+    """Nodes that can hold a trial."""
     gpus: int
     cores_per_node: int
     """Cores of the smallest node."""
@@ -52,6 +55,29 @@ def connect(address: str | None) -> Iterator[Connection]:
     if address is None:
         # The variable would redirect even a local start.
         os.environ.pop("RAY_ADDRESS", None)
+        _start_local(quiet)
+    else:
+        try:
+            _knock(address)
+            ray.init(address=address, **quiet)
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ConfigError(
+                f"no Ray cluster answers at {address!r} ({reason}); start one, or leave out --address and RAY_ADDRESS; "
+                "a cluster with token authentication wants RAY_AUTH_MODE=token"
+            ) from None
+    try:
+        yield _describe(started=address is None)
+    finally:
+        session = ray._private.worker._global_node.get_session_dir_path() if address is None else None
+        ray.shutdown()
+        if session is not None:
+            # Logs of a cluster that is gone, 2 to 3 MB a study.
+            shutil.rmtree(session, ignore_errors=True)
+
+
+def _start_local(quiet: dict[str, Any]) -> None:
+    try:
         ray.init(
             address="local",
             num_cpus=usable_cores(),
@@ -61,23 +87,17 @@ def connect(address: str | None) -> Iterator[Connection]:
             _temp_dir=str(_temporary_folder()),
             **quiet,
         )
-    else:
-        try:
-            _knock(address)
-            ray.init(address=address, **quiet)
-        except (OSError, ValueError, RuntimeError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ConfigError(
-                f"no Ray cluster answers at {address!r} ({reason}); start one, or leave out --address and RAY_ADDRESS"
-            ) from None
-    try:
-        yield _describe(started=address is None)
-    finally:
-        ray.shutdown()
+    except OSError as error:
+        # A home folder that cannot be written (Ray keeps its token there), a full disk.
+        raise ConfigError(f"Ray does not start: {error}; HOME and TMPDIR have to be folders it can write") from None
 
 
 def _describe(started: bool) -> Connection:
-    nodes = [node for node in ray.nodes() if node["Alive"]]
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    # A head without GPUs, or a node without cores, holds no trials.
+    nodes = [node for node in alive if node["Resources"].get("GPU")] or [
+        node for node in alive if node["Resources"].get("CPU")
+    ]
     cores = [int(node["Resources"].get("CPU", 0)) for node in nodes]
     context = ray.get_runtime_context()
     dashboard = ray._private.worker.get_dashboard_url()
@@ -108,7 +128,14 @@ def _has_dashboard() -> bool:
 
 
 def _temporary_folder() -> Path:
-    """Ray's folder for this user: the default one belongs to whoever on the host came first."""
+    """Ray's folder for this user: the default one belongs to whoever on the host came first.
+
+    Ray's sockets lie up to 60 characters deeper, and a socket's path ends at 107.
+    """
     folder = Path(tempfile.gettempdir()) / f"ray-{os.getuid()}"
+    if len(str(folder)) > _LONGEST_FOLDER:
+        folder = Path("/tmp") / folder.name
     folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise ConfigError(f"{folder} belongs to another user; set TMPDIR to a short folder of yours")
     return folder

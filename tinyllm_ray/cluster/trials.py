@@ -6,6 +6,8 @@ the device and a `Launcher`, and never touches CUDA itself.
 
 import json
 import os
+import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,10 +15,14 @@ from typing import Any, Protocol
 from ray import tune
 from ray.tune.search import Searcher
 
+from tinyllm_ray.clock import Deadline
 from tinyllm_ray.cluster.connect import Connection
+from tinyllm_ray.cluster.prefetch import address_on_this_node
 from tinyllm_ray.measure.environment import collect_environment, source_identity
+from tinyllm_ray.records import Fate
 from tinyllm_ray.train.compile_cache import compile_cache_folder
 from tinyllm_ray.train.launcher import Launcher
+from tinyllm_ray.train.outcome import RunningCandidate, build_record
 
 _FORCED_CLEANUP_SECONDS = "2"
 """How long Tune waits for an actor that does not stop; the default waits for ever."""
@@ -39,11 +45,14 @@ class Driver(Protocol):
         """A candidate's Ray process or node went away before its record came."""
 
 
-def run_trials(driver: Driver, connection: Connection, logs: Path, storage: Path) -> None:
+def run_trials(
+    driver: Driver, connection: Connection, logs: Path, storage: Path, range_servers: str | None = None
+) -> None:
     """Run candidates until `driver` is finished.
 
     Every trial asks Ray for the same: a GPU and its share of the node's cores, or a node's cores where no GPU is.
-    `logs` gets a file a candidate, `storage` what Tune keeps for itself.
+    `logs` gets a file a candidate, `storage` what Tune keeps for itself; `range_servers` names the
+    servers that candidates ask for tokens (`prefetching`), None where there are none.
     """
     os.environ.update(
         TUNE_DISABLE_AUTO_CALLBACK_LOGGERS="1",
@@ -51,7 +60,10 @@ def run_trials(driver: Driver, connection: Connection, logs: Path, storage: Path
         TUNE_DISABLE_SIGINT_HANDLER="1",
         RAY_AIR_NEW_OUTPUT="0",
     )
-    searcher = _Searcher(driver, most_at_once=concurrency(connection), logs=logs)
+    first = driver.ask()
+    if first is None:
+        return  # a study that is resumed after its end
+    searcher = _Searcher(driver, first, most_at_once=concurrency(connection), logs=logs, range_servers=range_servers)
     tuner = tune.Tuner(
         tune.with_resources(CandidateTrial, resources(connection)),
         tune_config=tune.TuneConfig(
@@ -80,25 +92,24 @@ def resources(connection: Connection) -> dict[str, float]:
 
 
 class CandidateTrial(tune.Trainable):  # type: ignore[misc]
-    """Runs candidates for Tune; `config` holds `request` (a TrialRequest) and `logs`."""
+    """Runs candidates for Tune; `config` holds `request` (a TrialRequest), `logs` and `range_servers`."""
 
     def setup(self, config: dict[str, Any]) -> None:
-        source = source_identity()
-        self._launcher = Launcher(
-            logs=Path(config["logs"]),
-            compile_cache=compile_cache_folder(),
-            environment=collect_environment,
-            source={"sha256": source.sha256, "dirty": source.dirty},
-        )
-        self._launcher.begin(config["request"])
+        self._launcher: Launcher | None = None
+        self._fault: dict[str, Any] | None = None
+        self._begin(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        self._launcher.abandon()
-        self._launcher.begin(new_config["request"])
+        if self._launcher is not None:
+            self._launcher.abandon()
+        self._begin(new_config)
         return True
 
     def step(self) -> dict[str, Any]:
-        event = self._launcher.step()
+        event = self._fault
+        if event is None:
+            assert self._launcher is not None
+            event = self._launcher.step()
         # As text: Tune flattens nested results on their way to the searcher.
         return {"event": json.dumps(event), "done": event["event"] == "record"}
 
@@ -109,27 +120,63 @@ class CandidateTrial(tune.Trainable):  # type: ignore[misc]
         """See `save_checkpoint`."""
 
     def cleanup(self) -> None:
-        self._launcher.close()
+        if self._launcher is not None:
+            self._launcher.close()
+
+    def _begin(self, config: Mapping[str, Any]) -> None:
+        """Start the candidate; what this node cannot do becomes its record, since Tune passes on no reason."""
+        self._fault = None
+        try:
+            if self._launcher is None:
+                self._launcher = _build_launcher(Path(config["logs"]))
+            servers = config["range_servers"]
+            address = address_on_this_node(servers) if servers else None
+            self._launcher.begin({**config["request"], "range_server": address})
+        except Exception as error:
+            traceback.print_exc()
+            self._fault = _failed(config["request"], f"{type(error).__name__}: {error}")
+
+
+def _build_launcher(logs: Path) -> Launcher:
+    source = source_identity()
+    return Launcher(
+        logs=logs,
+        compile_cache=compile_cache_folder(),
+        environment=collect_environment,
+        source={"sha256": source.sha256, "dirty": source.dirty},
+    )
+
+
+def _failed(request: Mapping[str, Any], reason: str) -> dict[str, Any]:
+    """The last event of a candidate that could not be started."""
+    source = source_identity()
+    candidate = RunningCandidate(request, Deadline.after(0), 0.0, time.time())
+    identity = {"sha256": source.sha256, "dirty": source.dirty}
+    record = build_record(candidate, Fate.FAILED, reason, 0.0, collect_environment(), identity, None)
+    return {"event": "record", "record": record.model_dump(mode="json")}
 
 
 class _Searcher(Searcher):  # type: ignore[misc]
     """Tune's searcher over a Driver; the names of the methods' arguments are Tune's and fixed."""
 
-    def __init__(self, driver: Driver, most_at_once: int, logs: Path) -> None:
+    def __init__(
+        self, driver: Driver, first: Mapping[str, Any], most_at_once: int, logs: Path, range_servers: str | None
+    ) -> None:
         super().__init__()
         self._driver = driver
+        self._first: Mapping[str, Any] | None = first
         self._most_at_once = most_at_once
-        self._logs = logs
+        self._settings = {"logs": str(logs), "range_servers": range_servers}
         self._running: dict[str, str] = {}
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
         if len(self._running) >= self._most_at_once:
             return None
-        request = self._driver.ask()
+        request, self._first = self._first or self._driver.ask(), None
         if request is None:
             return Searcher.FINISHED if self._driver.finished else None
         self._running[trial_id] = request["candidate"]
-        return {"request": dict(request), "logs": str(self._logs)}
+        return {"request": dict(request), **self._settings}
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
         self._driver.hear(self._running[trial_id], json.loads(result["event"]))

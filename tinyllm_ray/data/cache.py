@@ -31,7 +31,7 @@ DtypeName = Literal["uint16", "uint32"]
 
 _Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _Count = Annotated[int, Field(ge=0)]
-_FORMATS: Final[dict[DtypeName, np.dtype[Any]]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+FORMATS: Final[dict[DtypeName, np.dtype[Any]]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _LEVEL_CHUNK_TOKENS: Final = 2**20
 
 
@@ -74,6 +74,7 @@ class Preparation(_Entry):
 
     shuffle_seed: int
     shuffle_buffer_documents: int
+    shuffle_buffer_bytes: int = 2**26  # whichever of the two is reached first
     shard_tokens: int
 
 
@@ -101,7 +102,7 @@ class Manifest(_Entry):
             raise ValueError(f"dtype {self.dtype} does not go with a vocabulary of {self.vocab_size}")
         if self.end_of_text >= self.vocab_size:
             raise ValueError(f"end_of_text {self.end_of_text} must be below vocab_size {self.vocab_size}")
-        width = _FORMATS[self.dtype].itemsize
+        width = FORMATS[self.dtype].itemsize
         for shard in self.shards:
             if shard.bytes != shard.tokens * width:
                 raise ValueError(f"{shard.file}: {shard.tokens} tokens are {shard.tokens * width} bytes")
@@ -157,7 +158,7 @@ class TokenCache:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
-        self.dtype = _FORMATS[manifest.dtype]
+        self.dtype = FORMATS[manifest.dtype]
         self._shards: dict[str, list[ShardEntry]] = {split: [] for split in manifest.splits}
         for shard in manifest.shards:
             self._shards[shard.split].append(shard)
@@ -236,7 +237,7 @@ def open_cache(path: str | Path) -> TokenCache:
     Raises ConfigError naming the folder or file and what was expected there.
     """
     folder = Path(path)
-    manifest = _read_manifest(folder)
+    manifest = read_manifest(folder)
     for shard in manifest.shards:
         file = folder / shard.file
         try:
@@ -251,7 +252,8 @@ def open_cache(path: str | Path) -> TokenCache:
     return TokenCache(folder, manifest)
 
 
-def _read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest in `folder`; the shards are not looked at. Raises ConfigError naming what is wrong with it."""
     path = folder / MANIFEST
     try:
         return Manifest.model_validate(json.loads(path.read_bytes()))

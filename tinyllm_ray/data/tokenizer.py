@@ -1,36 +1,26 @@
-"""Tokenizers as a cache keeps them: trained or taken over, saved in a folder, and run over batches of documents."""
+"""Tokenizers as a cache keeps them: trained or taken over, saved in a folder, and opened again."""
 
-import functools
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, Final
 
-import numpy as np
-
-from tinyllm_ray.data.cache import Tokens, token_dtype
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.journal import write_atomically
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
-END_OF_TEXT = "<|endoftext|>"
-TOKENIZER_FILE = "tokenizer.json"
-CONFIG_FILE = "tokenizer_config.json"
-_TRANSFORMERS_CONFIG = {
-    "tokenizer_class": "PreTrainedTokenizerFast",
-    "eos_token": END_OF_TEXT,
-    "clean_up_tokenization_spaces": False,
-}
-_SMALLEST_VOCABULARY = 257  # every byte, and the end of text
+END_OF_TEXT: Final = "<|endoftext|>"
+TOKENIZER_FILE: Final = "tokenizer.json"
+CONFIG_FILE: Final = "tokenizer_config.json"
+SMALLEST_VOCABULARY: Final = 257
+"""Every byte, and the end of text."""
+_SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True)
 class SavedTokenizer:
-    """A tokenizer's folder with what a cache has to know of it; small enough to be sent to any process."""
+    """A tokenizer with what a cache has to know of it; it can be sent to any process."""
 
     folder: Path
     fingerprint: str
@@ -38,15 +28,10 @@ class SavedTokenizer:
     vocab_size: int
     """One above the highest id."""
     end_of_text: int
-
-
-class Encoded(NamedTuple):
-    """A batch of documents as tokens, one end of text after each."""
-
-    tokens: Tokens
-    documents: int
-    empty_documents: int
-    text_bytes: int
+    special: dict[str, int]
+    """Texts and ids of tokens that no text may become, the end of text among them."""
+    data: bytes = field(repr=False)
+    """Content of tokenizer.json: a worker on another machine does not see the folder."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> SavedTokenizer:
@@ -57,8 +42,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> Save
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    if vocab_size < _SMALLEST_VOCABULARY:
-        raise ConfigError(f"a byte-level vocabulary of {vocab_size} is too small; use {_SMALLEST_VOCABULARY} or more")
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise ConfigError(f"a byte-level vocabulary of {vocab_size} is too small; use {SMALLEST_VOCABULARY} or more")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -70,72 +55,91 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> Save
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    return _save(tokenizer.to_str(pretty=True), {"eos_token": END_OF_TEXT}, folder)
+
+
+def take_tokenizer(name: str, revision: str | None, folder: Path) -> SavedTokenizer:
+    """Save in `folder` what AutoTokenizer loads for `name`. Raises ConfigError where it cannot serve."""
+    from transformers import AutoTokenizer
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(name, revision=revision or "main")
+    # Its own errors and the hub client's are OSError and ValueError; a damaged file's come from parsers of all kinds.
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise ConfigError(
+            f"--tokenizer {name}: cannot be loaded: {' '.join(str(error).split()):.400}; "
+            "name a tokenizer's folder, one of the hub as owner/name, or bpe:32000 to train one"
+        ) from error
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if backend is None:
+        raise ConfigError(f"--tokenizer {name}: has no tokenizer.json and is too slow for a corpus; choose another")
+    special = {key: str(getattr(loaded, key)) for key in _SPECIAL_NAMES if getattr(loaded, key, None)}
+    if "eos_token" not in special:
+        raise ConfigError(f"--tokenizer {name}: has no end-of-text token (eos_token); choose another")
+    return _save(_settled(backend.to_str(), set(special.values())), special, folder)
+
+
+def _settled(text: str, special: set[str]) -> str:
+    """The tokenizer as it would have been written here, so that its fingerprint does not depend on who loaded it."""
+    from tokenizers import Tokenizer
+
+    values = json.loads(text)
+    for one in values["added_tokens"]:
+        # Only tokens that are marked as special can be told not to be found in text.
+        one["special"] |= one["content"] in special
+    after = values["post_processor"] or {}
+    if after.get("type") == "TemplateProcessing" and not after["special_tokens"]:
+        values["post_processor"] = None  # transformers' own addition, which adds nothing
+    return str(Tokenizer.from_str(json.dumps(values)).to_str(pretty=True))
+
+
+def _save(text: str, special: dict[str, str], folder: Path) -> SavedTokenizer:
+    """Write a tokenizer so that every version of transformers opens it."""
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | special | {"clean_up_tokenization_spaces": False}
     folder.mkdir(parents=True, exist_ok=True)
     # Not through save_pretrained: it names a class that only its own major version of transformers knows, and reports
     # a full disk as a bare Exception.
-    write_atomically(folder / TOKENIZER_FILE, tokenizer.to_str(pretty=True).encode())
-    write_atomically(folder / CONFIG_FILE, json.dumps(_TRANSFORMERS_CONFIG, indent=2).encode() + b"\n")
+    write_atomically(folder / TOKENIZER_FILE, text.encode())
+    write_atomically(folder / CONFIG_FILE, json.dumps(settings, indent=2).encode() + b"\n")
     return open_tokenizer(folder)
 
 
+def is_saved(folder: Path) -> bool:
+    """Whether a tokenizer was written to `folder` to the end."""
+    return (folder / CONFIG_FILE).exists()
+
+
 def open_tokenizer(folder: Path) -> SavedTokenizer:
-    """The tokenizer that `save_pretrained` left in `folder`. Raises ConfigError where it names no end of text."""
+    """The tokenizer that was saved in `folder`. Raises ConfigError where it names no end of text."""
+    from tokenizers import Tokenizer
+
     try:
         data = (folder / TOKENIZER_FILE).read_bytes()
         settings = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        values = json.loads(data)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder}: holds no tokenizer that can be read: {error}") from error
-    fingerprint = hashlib.sha256(data).hexdigest()
-    entries = _backend(folder, fingerprint).get_vocab(with_added_tokens=True)
-    end = _token_text(settings.get("eos_token"))
+    entries = Tokenizer.from_str(data.decode()).get_vocab(with_added_tokens=True)
+    named = {key: _token_text(settings.get(key)) for key in _SPECIAL_NAMES}
+    end = named["eos_token"]
     if end not in entries:
         raise ConfigError(f"{folder}: the tokenizer has no end-of-text token (eos_token is {end!r}); choose another")
-    return SavedTokenizer(folder, fingerprint, max(entries.values()) + 1, entries[end])
-
-
-def encode(tokenizer: SavedTokenizer, texts: list[str]) -> Encoded:
-    """The documents' tokens in order. Text that reads like a special token is text; an empty document adds nothing.
-
-    A function of its arguments alone, so that any process may run it. Raises ConfigError where an id does not fit.
-    """
-    encodings = _backend(tokenizer.folder, tokenizer.fingerprint).encode_batch_fast(texts, add_special_tokens=False)
-    ids: list[int] = []
-    documents = 0
-    for encoding in encodings:
-        if document := encoding.ids:
-            ids += document
-            ids.append(tokenizer.end_of_text)
-            documents += 1
-    return Encoded(
-        tokens=_narrow(ids, tokenizer),
-        documents=documents,
-        empty_documents=len(texts) - documents,
-        text_bytes=sum(len(text.encode()) for text in texts),
+    # An unknown word is a text's own token, unless it is the end of text.
+    unknown = {named.pop("unk_token"), _unknown(values["model"])} - {end}
+    marked = {one["content"] for one in values.get("added_tokens", ()) if one["special"]}
+    special = {text: entries[text] for text in sorted(marked | set(filter(None, named.values()))) if text in entries}
+    special = {text: number for text, number in special.items() if text not in unknown}
+    return SavedTokenizer(
+        folder, hashlib.sha256(data).hexdigest(), max(entries.values()) + 1, entries[end], special, data
     )
 
 
-def _narrow(ids: list[int], tokenizer: SavedTokenizer) -> Tokens:
-    wide = np.array(ids, dtype=np.int64)
-    # Checked before the cast, which would wrap in silence.
-    if wide.size and not 0 <= int(wide.min()) <= int(wide.max()) < tokenizer.vocab_size:
-        raise ConfigError(
-            f"{tokenizer.folder}: the tokenizer gave the id {int(wide.max())}, its vocabulary ends at "
-            f"{tokenizer.vocab_size - 1}"
-        )
-    narrow: Tokens = wide.astype(token_dtype(tokenizer.vocab_size))
-    return narrow
-
-
-@functools.lru_cache(maxsize=4)
-def _backend(folder: Path, fingerprint: str) -> "Tokenizer":
-    """The tokenizer of a folder, once a process; the fingerprint keeps another one in the same place apart."""
-    from tokenizers import Tokenizer
-
-    backend = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
-    backend.encode_special_tokens = True
-    backend.no_truncation()
-    backend.no_padding()
-    return backend
+def _unknown(model: dict[str, Any]) -> str | None:
+    """The text of a model's token for what it does not know."""
+    if model.get("type") == "Unigram":
+        place = model.get("unk_id")
+        return None if place is None else str(model["vocab"][place][0])
+    return model.get("unk_token")
 
 
 def _token_text(setting: Any) -> Any:

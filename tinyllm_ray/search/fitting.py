@@ -5,15 +5,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tinyllm_ray.config import Config, ExecutionConfig, default_micro_batch_size, identity
+from tinyllm_ray.config import CPU_SDPA_BACKENDS, Config, ExecutionConfig, default_micro_batch_size, identity
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.records import Protocol
 from tinyllm_ray.search.space import Space
 
 DeviceKind = Literal["cuda", "cpu"]
-
-CPU_SDPA_BACKENDS = ("auto", "flash", "math")
-"""PyTorch has no CPU kernels for the cuDNN and memory-efficient backends and raises when only those are allowed."""
 
 MOST_DEFAULT_THREADS_BESIDE_GPU = 8
 """A GPU's host process launches kernels from one thread; more than eight operator threads were never seen to help."""

@@ -49,8 +49,8 @@ def select(records: Iterable[TrialRecord], baseline: str | None = None) -> Selec
 
     Records are a tie with the fastest when they differ from it by no more than the larger of the two half-ranges of
     windows. Of a tie the smallest start plus compilation wins, of equal starts the smallest memory, of equal memory
-    the baseline (its execution identity), which there is no reason to leave, else the fastest. Where the tie holds
-    the baseline, nothing that measured slower than it is taken: on a noisy machine a tie is wide.
+    the baseline (its execution identity), which there is no reason to leave, else the fastest. Nothing that measured
+    slower than the baseline is taken: on a noisy machine a tie is wide.
     """
     records = list(records)
     order = ranked(records)
@@ -58,7 +58,7 @@ def select(records: Iterable[TrialRecord], baseline: str | None = None) -> Selec
         return None
     top = order[0]
     tied = [record for record in order if _rate(top) - _rate(record) <= max(_half_range(top), _half_range(record))]
-    least = max((_rate(record) for record in tied if record.execution_identity == baseline), default=0.0)
+    least = max((_rate(record) for record in order if record.execution_identity == baseline), default=0.0)
     starts = start_seconds(records)
     worthy = [record for record in tied if _rate(record) >= least]
     soonest = min(starts[record.execution_identity] for record in worthy)
@@ -91,10 +91,11 @@ def start_seconds(records: Iterable[TrialRecord]) -> dict[str, float]:
     first: dict[tuple[Any, ...], float] = {}
     for record in records:
         seconds = record.seconds.compile if record.seconds.compile is not None else record.first_update_seconds
-        known = first.get(compilation(record.execution), 0.0)
-        first[compilation(record.execution)] = max(known, math.inf if seconds is None else seconds)
+        if seconds is not None:
+            made = compilation(record.execution)
+            first[made] = max(first.get(made, 0.0), seconds)
     return {
-        record.execution_identity: (record.seconds.start or 0.0) + first[compilation(record.execution)]
+        record.execution_identity: (record.seconds.start or 0.0) + first.get(compilation(record.execution), math.inf)
         for record in records
     }
 

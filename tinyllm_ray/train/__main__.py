@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from tinyllm_ray.command import Parser, exit_status
+from tinyllm_ray.errors import EXIT_DONE
 
 _EPILOG = """examples:
   python -m tinyllm_ray.train --config nano --out runs/first
@@ -53,10 +54,14 @@ def _run(options: argparse.Namespace) -> int:
 
     from tinyllm_ray.data.cache import open_cache
     from tinyllm_ray.data.prepare import default_cache
+    from tinyllm_ray.train.recipe import check_fits
     from tinyllm_ray.train.run import Run, describe_passes, prepare_folder
     from tinyllm_ray.train.show import progress_line
+    from tinyllm_ray.train.trainer import choose_device
 
-    cache = open_cache(config.data.cache) if config.data.cache else open_cache(default_cache())
+    cache = open_cache(config.data.cache or default_cache())
+    check_fits(config, cache)
+    choose_device(config)
     prepare_folder(options.out)
     logging.basicConfig(
         filename=options.out / "train.log", level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -65,7 +70,8 @@ def _run(options: argparse.Namespace) -> int:
         print(passes, file=sys.stderr)
     with progress_line() as on_progress:
         status = Run(config, cache, options.out, on_progress).execute()
-    print(f"{options.out / 'result.json'} holds the result, {options.out / 'metrics.jsonl'} the curve")
+    how = "" if status == EXIT_DONE else f"ended early (exit status {status}): "
+    print(f"{how}{options.out / 'result.json'} holds the result, {options.out / 'metrics.jsonl'} the curve")
     return status
 
 

@@ -12,14 +12,17 @@ FOLDER_VARIABLE = "TINYLLM_RAY_COMPILE_CACHE"
 def compile_cache_folder() -> str:
     """The folder for this machine and this user, made if need be.
 
-    Raises ConfigError where the folder exists and belongs to somebody else: what lies in it is loaded as code.
+    Raises ConfigError where it cannot be made or belongs to somebody else: what lies in it is loaded as code.
     """
     root = os.environ.get(FOLDER_VARIABLE) or os.path.join(tempfile.gettempdir(), f"tinyllm_ray-compile-{os.getuid()}")
-    os.makedirs(root, mode=0o700, exist_ok=True)
-    if os.stat(root).st_uid != os.getuid():
-        raise ConfigError(f"{root} belongs to another user; set {FOLDER_VARIABLE} to a local folder of yours")
     folder = os.path.join(root, machine_fingerprint())
-    os.makedirs(folder, exist_ok=True)
+    try:
+        os.makedirs(root, mode=0o700, exist_ok=True)
+        if os.stat(root).st_uid != os.getuid():
+            raise ConfigError(f"{root} belongs to another user; set {FOLDER_VARIABLE} to a local folder of yours")
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder}: {error.strerror}; set {FOLDER_VARIABLE} to a local folder of yours") from None
     return folder
 
 

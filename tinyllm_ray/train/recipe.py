@@ -1,4 +1,4 @@
-"""How many updates a recipe takes, where its virtual epochs end and which learning rate each update has.
+"""How many updates a recipe takes, where its virtual epochs end, which learning rate each update has, on which tokens.
 
 Pure functions of the configuration.
 """
@@ -7,6 +7,9 @@ import math
 from fractions import Fraction
 
 from tinyllm_ray.config import Config
+from tinyllm_ray.data.cache import TokenCache
+from tinyllm_ray.data.rows import count_rows
+from tinyllm_ray.errors import ConfigError
 
 
 def updates_after_epoch(config: Config, epoch: int) -> int:
@@ -37,6 +40,21 @@ def epoch_ends(config: Config) -> dict[int, int]:
     last = config.training.epochs
     ends = {updates: epoch for epoch in range(1, last + 1) if (updates := updates_after_epoch(config, epoch))}
     return ends | {total_updates(config): last}
+
+
+def check_fits(config: Config, cache: TokenCache) -> None:
+    """Raises ConfigError where the recipe cannot be trained on the tokens of `cache`."""
+    if cache.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"data.cache: {cache.folder} holds ids up to {cache.vocab_size - 1}, model.vocab_size is "
+            f"{config.model.vocab_size}; set model.vocab_size={cache.vocab_size} or take another cache"
+        )
+    rows = count_rows(cache.tokens("train"), config.model.context)
+    if rows < config.rows_per_update:
+        raise ConfigError(
+            f"data.cache: {cache.folder} holds {rows} rows of model.context {config.model.context}, fewer than the "
+            f"{config.rows_per_update} of an update; lower training.tokens_per_update or take a larger cache"
+        )
 
 
 def learning_rate(config: Config, update: int) -> float:

@@ -8,8 +8,9 @@ import json
 import logging
 import math
 import signal
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -20,7 +21,7 @@ import torch
 from tinyllm_ray import journal
 from tinyllm_ray.clock import Clock
 from tinyllm_ray.config import Config
-from tinyllm_ray.data.cache import TokenCache, unigram_level
+from tinyllm_ray.data.cache import TokenCache, Tokens, unigram_level
 from tinyllm_ray.data.loader import subset_batches, validation_batches
 from tinyllm_ray.errors import EXIT_DONE, EXIT_NO_RESULT, ConfigError
 from tinyllm_ray.measure.environment import collect_environment, source_identity
@@ -107,10 +108,11 @@ class Run:
         with _Interruptible(self._interrupt), Trainer(self._config, self._cache) as trainer:
             log.info("start: %s", ", ".join(f"{name} {s:.2f} s" for name, s in trainer.stage_seconds.items()))
             self._train(trainer)
-            status = "failed" if not self._state.finite else "interrupted" if self._signal else "complete"
             if self._config.output.checkpoint == "final" and self._state.finite:
                 save_weights(trainer.model, self._out / "model.safetensors")
-            self._write_json("result.json", self._result(trainer, status))
+            validation = self._validate(trainer) if self._state.finite and not self._signal else None
+            status = "failed" if not self._state.finite else "interrupted" if self._signal else "complete"
+            self._write_json("result.json", self._result(trainer, status, validation))
         return {"complete": EXIT_DONE, "failed": EXIT_NO_RESULT, "interrupted": 128 + self._signal}[status]
 
     def _train(self, trainer: Trainer) -> None:
@@ -172,7 +174,10 @@ class Run:
             blocks=config.evaluation.subset_blocks,
             seed=config.evaluation.subset_seed,
         )
-        loss, targets = evaluate(trainer.model, batches, config.execution.sdpa_backend)
+        evaluated = self._evaluate(trainer, batches)
+        if evaluated is None:
+            return
+        loss, targets = evaluated
         log.info("update %d, epoch %d: subset loss %.4f over %d targets", trainer.updates, state.epochs, loss, targets)
         if not math.isfinite(loss):
             # An update's own loss is that of the weights before it, so the last update's harm shows only here.
@@ -183,10 +188,23 @@ class Run:
             state.best = {"loss": loss, "epoch": state.epochs, "step": trainer.updates}
             self._write_json("best.json", state.best)
 
-    def _result(self, trainer: Trainer, status: str) -> dict[str, Any]:
+    def _evaluate(self, trainer: Trainer, batches: Iterator[Tokens]) -> tuple[float, int] | None:
+        """Loss and number of targets; None where a signal ended it on the way."""
+
+        def until_signal() -> Iterator[Tokens]:
+            for batch in batches:
+                if self._signal:
+                    raise _SignalledError
+                yield batch
+
+        try:
+            return evaluate(trainer.model, until_signal(), self._config.execution.sdpa_backend)
+        except _SignalledError:
+            return None
+
+    def _result(self, trainer: Trainer, status: str, validation: dict[str, Any] | None) -> dict[str, Any]:
         config, state = self._config, self._state
         source = source_identity()
-        validation = self._validate(trainer) if status == "complete" else None
         tokens = trainer.updates * trainer.targets_per_update
         elapsed = self._clock() - self._began
         return {
@@ -213,11 +231,15 @@ class Run:
             "source_dirty": source.dirty,
         }
 
-    def _validate(self, trainer: Trainer) -> dict[str, Any]:
+    def _validate(self, trainer: Trainer) -> dict[str, Any] | None:
+        """The whole validation split; None where a signal ended it."""
         config = self._config
         begin = self._clock()
         batches = validation_batches(self._cache, config.model.context, config.micro_batch_size)
-        loss, targets = evaluate(trainer.model, batches, config.execution.sdpa_backend)
+        evaluated = self._evaluate(trainer, batches)
+        if evaluated is None:
+            return None
+        loss, targets = evaluated
         return {
             "loss": loss,
             "perplexity": math.exp(loss),
@@ -232,7 +254,13 @@ class Run:
 
     def _interrupt(self, number: int) -> None:
         self._signal = number
-        log.warning("%s: ending after the update in flight", signal.Signals(number).name)
+        line = f"{signal.Signals(number).name}: ending after the update in flight; once more ends at once"
+        log.warning(line)
+        print(line, file=sys.stderr, flush=True)
+
+
+class _SignalledError(Exception):
+    """A signal came while validation batches were read."""
 
 
 class _Interruptible:

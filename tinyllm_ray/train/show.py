@@ -36,19 +36,22 @@ def _describe(progress: RunProgress) -> str:
 
 
 def _plain_lines() -> Callable[[RunProgress], None]:
-    began = last = time.monotonic()
+    last = time.monotonic()
+    first: tuple[float, int] | None = None  # the first update compiles, so what is left is judged by those after it
 
     def draw(progress: RunProgress) -> None:
-        nonlocal last
+        nonlocal last, first
         now = time.monotonic()
         if progress.updates > 1 and progress.updates < progress.total_updates and now - last < _SECONDS_A_LINE:
             return
         last = now
-        left = (now - began) / progress.updates * (progress.total_updates - progress.updates)
-        print(
-            f"update {progress.updates}/{progress.total_updates}  {_describe(progress)}  {format_duration(left)} left",
-            file=sys.stderr,
-            flush=True,
-        )
+        left = ""
+        if first is None:
+            first = now, progress.updates
+        else:
+            seconds = (now - first[0]) / (progress.updates - first[1]) * (progress.total_updates - progress.updates)
+            left = f"  {format_duration(seconds)} left"
+        counted = f"update {progress.updates}/{progress.total_updates}"
+        print(f"{counted}  {_describe(progress)}{left}", file=sys.stderr, flush=True)
 
     return draw

@@ -7,16 +7,17 @@ import time
 import torch
 
 from tinyllm_ray.clock import Clock
-from tinyllm_ray.config import Config
+from tinyllm_ray.config import CPU_SDPA_BACKENDS, Config
 from tinyllm_ray.data.cache import TokenCache
-from tinyllm_ray.data.feed import DeviceFeed, SyntheticFeed, widen
+from tinyllm_ray.data.feed import Feed, SyntheticFeed, device_feed, widen
 from tinyllm_ray.data.loader import RowLoader
+from tinyllm_ray.data.served_ranges import open_ranges
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.measure.environment import usable_cores
 from tinyllm_ray.model.llama import Llama, initialize
 from tinyllm_ray.train.host_memory import keep_freed_memory
 from tinyllm_ray.train.optimizer import build_optimizer
-from tinyllm_ray.train.recipe import learning_rate
+from tinyllm_ray.train.recipe import check_fits, learning_rate
 from tinyllm_ray.train.update import Statistics, Update
 
 log = logging.getLogger(__name__)
@@ -27,22 +28,26 @@ _MOST_THREADS_BESIDE_A_GPU = 8
 class Trainer:
     """One model in training; satisfies `measure.windows.Measured`.
 
-    `cache` None trains on one synthetic batch that stays on the device. `stage_seconds` says where the start's time
-    went. Use it as a context manager, or call `close`.
+    `cache` None trains on one synthetic batch that stays on the device. `range_server` is the address of the node's
+    server of token ranges, where there is one. `stage_seconds` says where the start's time went. Use it as a context
+    manager, or call `close`.
     """
 
-    def __init__(self, config: Config, cache: TokenCache | None, clock: Clock = time.perf_counter) -> None:
-        if cache is not None and cache.vocab_size > config.model.vocab_size:
-            raise ConfigError(
-                f"data.cache: {cache.folder} holds ids up to {cache.vocab_size - 1}, model.vocab_size is "
-                f"{config.model.vocab_size}; set model.vocab_size={cache.vocab_size} or take another cache"
-            )
+    def __init__(
+        self,
+        config: Config,
+        cache: TokenCache | None,
+        range_server: str | None = None,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        if cache is not None:
+            check_fits(config, cache)
         self.config = config
         self.updates = 0
         self.stage_seconds: dict[str, float] = {}
         self._last: Statistics | None = None
         begin = clock()
-        self.device = choose_device()
+        self.device = choose_device(config)
         self.threads = settle_threads(config, self.device)
         torch.set_num_threads(self.threads)
         if self.device.type == "cpu":
@@ -56,7 +61,7 @@ class Trainer:
         self._update = Update(self.model, self.optimizer, config)
         self.stage_seconds["model_and_optimizer"] = clock() - begin
         begin = clock()
-        self.feed = _build_feed(config, cache, self.device)
+        self.feed = _build_feed(config, cache, self.device, range_server)
         self.stage_seconds["loader"] = clock() - begin
 
     def __enter__(self) -> "Trainer":
@@ -93,9 +98,17 @@ class Trainer:
         return float(self._last.loss), float(self._last.grad_norm)
 
 
-def choose_device() -> torch.device:
-    """The GPU this process was given, else the CPU."""
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+def choose_device(config: Config) -> torch.device:
+    """The GPU this process was given, else the CPU. Raises ConfigError where it cannot run the execution."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", 0)
+    backend = config.execution.sdpa_backend
+    if backend not in CPU_SDPA_BACKENDS:
+        raise ConfigError(
+            f"execution.sdpa_backend: {backend!r} needs a GPU, and there is none; a CPU has "
+            + ", ".join(CPU_SDPA_BACKENDS)
+        )
+    return torch.device("cpu")
 
 
 def settle_threads(config: Config, device: torch.device) -> int:
@@ -105,7 +118,7 @@ def settle_threads(config: Config, device: torch.device) -> int:
     return config.execution.cpu_threads or default
 
 
-def _build_feed(config: Config, cache: TokenCache | None, device: torch.device) -> DeviceFeed | SyntheticFeed:
+def _build_feed(config: Config, cache: TokenCache | None, device: torch.device, range_server: str | None) -> Feed:
     rows, context = config.rows_per_update, config.model.context
     if cache is None:
         return SyntheticFeed(rows, context, config.model.vocab_size, device, seed=config.training.seed)
@@ -115,5 +128,6 @@ def _build_feed(config: Config, cache: TokenCache | None, device: torch.device) 
         seed=config.training.seed,
         shards_per_range=config.data.shards_per_range,
         read_ahead=config.execution.prefetch_depth,
+        ranges=open_ranges(cache, range_server),
     )
-    return DeviceFeed(loader, rows, device)
+    return device_feed(loader, rows, device)

@@ -3,7 +3,7 @@
 What it says are plain events, so that whatever ends the process leaves the events before it standing:
 `{"event": "stage", "stage": "start" | "compile" | "warmup" | "windows", "seconds"}`, where the seconds are those of
 the stage before (with `windows` those of the whole warm-up), `{"event": "window", "window": {...}}` and at the end
-either `{"event": "result", ...}` or `{"event": "error", "out_of_memory", "reason", "traceback"}`.
+either `{"event": "result", ...}` or `{"event": "error", "out_of_memory", "reason"}`.
 """
 
 import time
@@ -38,6 +38,8 @@ class TrialRequest(BaseModel):
     cache: str | None
     """Folder of the token cache; None in data mode `synthetic`."""
     cache_identity: str | None
+    range_server: str | None = None
+    """Address of the node's server of token ranges; None reads the cache's files."""
     configuration: str | None = None
     """Path of the candidate's configuration file, relative to the study's folder."""
     limit_seconds: float
@@ -48,13 +50,13 @@ def run_trial(request: TrialRequest, emit: Emit, begin: float, clock: Clock = ti
     """Measure one candidate that began at `begin` on `clock`; every end, good or bad, is an event."""
     try:
         _measure_candidate(request, emit, begin, clock)
-    except Exception as error:  # a trial ends here, whatever it raised
+    except Exception as error:  # a trial ends here, whatever it raised; standard error is the candidate's log
+        traceback.print_exc()
         emit(
             {
                 "event": "error",
                 "out_of_memory": is_out_of_memory(error),
                 "reason": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
-                "traceback": traceback.format_exc(),
             }
         )
 
@@ -66,7 +68,7 @@ def _measure_candidate(request: TrialRequest, emit: Emit, begin: float, clock: C
     real = request.protocol.data_mode == "real"
     assert not real or request.cache, "data mode real needs a cache"
     cache = open_cache(request.cache) if real and request.cache else None
-    with Trainer(config, cache) as trainer:
+    with Trainer(config, cache, request.range_server) as trainer:
         stages |= trainer.stage_seconds
         emit({"event": "stage", "stage": "compile", "seconds": clock() - begin, "stages": stages})
 

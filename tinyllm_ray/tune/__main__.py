@@ -11,9 +11,8 @@ from pathlib import Path
 
 from tinyllm_ray.clock import Deadline, parse_duration
 from tinyllm_ray.command import Parser, exit_status
+from tinyllm_ray.tune.channel import STUDY_COMMAND
 from tinyllm_ray.tune.supervisor import process_age_seconds, supervise
-
-STUDY_COMMAND = (sys.executable, "-m", "tinyllm_ray.tune.study_process")
 
 _EPILOG = """examples:
   python -m tinyllm_ray.tune --budget 45m

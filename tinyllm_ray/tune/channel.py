@@ -20,6 +20,9 @@ import threading
 import time
 from typing import Any
 
+STUDY_COMMAND = (sys.executable, "-m", "tinyllm_ray.tune.study_process")
+"""The child that runs a study."""
+
 CHANNEL_VARIABLE = "TINYLLM_RAY_CHANNEL"
 """Environment variable of the child: descriptors of the request and of the messages' pipe."""
 

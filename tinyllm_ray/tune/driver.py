@@ -1,7 +1,8 @@
 """Between the study, which decides, and the trials, which measure: requests out, events and records in."""
 
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.measure.environment import source_identity
 from tinyllm_ray.records import Fate, TrialRecord
-from tinyllm_ray.search.study import CandidateStatus, Finished, Study, Trial
+from tinyllm_ray.search.study import CandidateStatus, Finished, State, Study, Trial
 from tinyllm_ray.train.outcome import RunningCandidate, build_record
 from tinyllm_ray.train.trial import TrialRequest
 from tinyllm_ray.tune.live import Row
@@ -25,7 +26,7 @@ class StudyDriver:
     """Runs one study's decisions; a `cluster.trials.Driver`.
 
     `publish` is given every record once, before anything else hears of it; `changed` hears of every candidate that
-    has started or ended.
+    has started or ended. Its methods may be called from several threads: Tune's loop, a display, a signal's end.
     """
 
     def __init__(
@@ -36,10 +37,12 @@ class StudyDriver:
         cache: TokenCache | None,
         out: Path,
         deadline: Deadline,
-        publish: Callable[[TrialRecord], None],
+        publish: Callable[[TrialRecord], None] = lambda record: None,
         changed: Callable[[Row], None] = lambda row: None,
     ) -> None:
         self.study = study
+        self.publish = publish
+        self.changed = changed
         self.end: str | None = None
         """Why the study asks for nothing any more."""
         self.budget_exhausted = False
@@ -49,66 +52,93 @@ class StudyDriver:
         self._cache = cache
         self._out = out
         self._deadline = deadline
-        self._publish = publish
-        self.changed = changed
+        self.shown: Sequence[Row] = ()
+        """The rows as of the last event, for a display: it holds a lock of its own, and must not wait for this one."""
         self._running: dict[str, RunningCandidate] = {}
+        self._interrupted = False
+        self._lock = threading.RLock()
+
+    @property
+    def seconds_left(self) -> float:
+        """For measuring."""
+        return self._deadline.remaining()
+
+    def stop(self, end: str | None, *, interrupted: bool = False) -> None:
+        """Ask for nothing and hear of nothing from here on; `interrupted` is what becomes of running candidates."""
+        with self._lock:
+            self.end = self.end or end
+            self._interrupted = interrupted
+            self._running.clear()
 
     @property
     def finished(self) -> bool:
         return self.end is not None
 
     def ask(self) -> Mapping[str, Any] | None:
-        left = self._deadline.remaining()
-        answer = self.study.ask(left)
-        if isinstance(answer, Finished):
-            self.end, self.budget_exhausted = answer.reason, answer.budget_exhausted
-            return None
-        if not isinstance(answer, Trial):
-            return None
-        request = self._request(answer, left)
-        self._running[answer.candidate.id] = RunningCandidate(
-            request, Deadline.after(request["limit_seconds"]), time.monotonic(), time.time()
-        )
-        self.changed(self.row(answer.candidate.id))
-        return request
+        with self._lock:
+            if self.finished:
+                return None
+            left = self._deadline.remaining()
+            answer = self.study.ask(left)
+            if isinstance(answer, Finished):
+                self.end, self.budget_exhausted = answer.reason, answer.budget_exhausted
+                return None
+            if not isinstance(answer, Trial):
+                return None
+            request = self._request(answer, left)
+            self._running[answer.candidate.id] = RunningCandidate(
+                request, Deadline.after(request["limit_seconds"]), time.monotonic(), time.time()
+            )
+            self._show(answer.candidate.id)
+            return request
 
     def hear(self, candidate: str, event: Mapping[str, Any]) -> None:
-        running = self._running.get(candidate)
-        if running is None:
-            return  # Tune repeats a trial's last result when it completes
-        if event["event"] == "record":
-            self._end(candidate, TrialRecord.model_validate(event["record"]))
-        else:
-            running.hear(event)
+        with self._lock:
+            running = self._running.get(candidate)
+            if running is None:
+                return  # Tune repeats a trial's last result when it completes
+            if event["event"] == "record":
+                self._end(candidate, TrialRecord.model_validate(event["record"]))
+            else:
+                running.hear(event)
+                self.shown = self.rows()
 
     def lose(self, candidate: str) -> None:
-        running = self._running.get(candidate)
-        if running is None:
-            return
-        source = source_identity()
-        record = build_record(
-            running,
-            Fate.LOST,
-            f"its Ray process or node went away during {running.stage}",
-            time.monotonic() - running.began,
-            environment={},
-            source={"sha256": source.sha256, "dirty": source.dirty},
-            compile_cache=None,
-        )
-        self._end(candidate, record)
+        with self._lock:
+            running = self._running.get(candidate)
+            if running is None:
+                return
+            source = source_identity()
+            record = build_record(
+                running,
+                Fate.LOST,
+                f"its Ray process or node went away during {running.stage}",
+                time.monotonic() - running.began,
+                environment={},
+                source={"sha256": source.sha256, "dirty": source.dirty},
+                compile_cache=None,
+            )
+            self._end(candidate, record)
 
     def rows(self) -> list[Row]:
         """Every candidate the study knows, as shown to people."""
-        return [self._row(candidate) for candidate in self.study.candidates()]
+        with self._lock:
+            baseline = self.study.baseline().record
+            base = baseline.targets_per_second if baseline else None
+            return [self._row(candidate, base) for candidate in self.study.candidates()]
 
     def row(self, candidate_id: str) -> Row:
         return next(row for row in self.rows() if row.candidate == candidate_id)
 
     def _end(self, candidate: str, record: TrialRecord) -> None:
         del self._running[candidate]
-        self._publish(record)
+        self.publish(record)
         self.study.tell(record)
-        self.changed(self.row(candidate))
+        self._show(candidate)
+
+    def _show(self, candidate: str) -> None:
+        self.shown = self.rows()
+        self.changed(next(row for row in self.shown if row.candidate == candidate))
 
     def _request(self, trial: Trial, left: float) -> dict[str, Any]:
         candidate = trial.candidate
@@ -129,16 +159,15 @@ class StudyDriver:
         )
         return request.model_dump(mode="json")
 
-    def _row(self, status: CandidateStatus) -> Row:
-        baseline = self.study.baseline().record
+    def _row(self, status: CandidateStatus, base: float | None) -> Row:
         record = status.record
         rate = record.targets_per_second if record else None
-        base = baseline.targets_per_second if baseline else None
+        cut = self._interrupted and status.state == State.RUNNING
         running = self._running.get(status.candidate.id)
         return Row(
             candidate=status.candidate.id,
             label=status.candidate.label,
-            state=(status.fate or status.state).value,
+            state="interrupted" if cut else (status.fate or status.state).value,
             detail=_stage(running) if running else status.reason or "",
             targets_per_second=rate,
             versus_baseline=rate / base if rate and base else None,

@@ -8,6 +8,7 @@ OUT/summary.json     the study as it stands
 """
 
 import json
+import os
 import secrets
 import time
 from pathlib import Path
@@ -60,6 +61,8 @@ def open_folder(out: Path, resume: bool) -> Earlier | None:
             raise ConfigError(f"--resume: {out} holds no study ({DEFINITION} is missing)")
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ConfigError(f"--out {out}: this is not an empty folder; choose another")
+        if not os.access(next(parent for parent in (out, *out.parents) if parent.exists()), os.W_OK):
+            raise ConfigError(f"--out {out}: it cannot be written there; choose another folder")
         return None
     if not resume:
         raise ConfigError(

@@ -100,6 +100,8 @@ def mirror(journal_file: str, target_file: str) -> None:
             if ended:
                 sys.exit(str(error))
         if ended:
+            if position and not Path(target_file).exists():
+                sys.exit("the folder was removed")
             return
 
 

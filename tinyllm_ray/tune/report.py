@@ -4,6 +4,8 @@ Both files are rewritten after every trial, so that they stand whenever the end 
 """
 
 import json
+import os
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,16 +32,16 @@ class Report:
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Recipe, space, machine and cluster, for the summary."""
 
-    def write(self, driver: StudyDriver, ended: str | None) -> None:
-        """Rewrite both files; `ended` says why the study is over, None while it goes on."""
+    def write(self, driver: StudyDriver) -> None:
+        """Rewrite both files. Raises OSError where they cannot be written."""
         selection = driver.study.selection()
         if selection is not None:
             selected = self.config.with_execution(selection.record.execution)
             journal.write_atomically(self.out / SELECTED, selected.to_yaml().encode())
-        summary = json.dumps(self._summary(driver, ended), indent=2, allow_nan=False) + "\n"
+        summary = json.dumps(self._summary(driver), indent=2, allow_nan=False) + "\n"
         journal.write_atomically(self.out / SUMMARY, summary.encode())
 
-    def _summary(self, driver: StudyDriver, ended: str | None) -> dict[str, Any]:
+    def _summary(self, driver: StudyDriver) -> dict[str, Any]:
         study, selection = driver.study, driver.study.selection()
         return {
             "schema_version": SCHEMA_VERSION,
@@ -48,7 +50,7 @@ class Report:
             "budget_seconds": self.budget_seconds,
             "elapsed_seconds": self.elapsed(),
             "budget_exhausted": driver.budget_exhausted,
-            "ended": ended,
+            "ended": driver.end,
             "baseline": _figures(study.baseline().record, study),
             "eager": _figures(study.eager_row().record, study),
             "selected": _figures(selection.record, study) if selection else None,
@@ -60,6 +62,7 @@ class Report:
 
 def closing_lines(driver: StudyDriver, out: Path) -> list[str]:
     """What the study came to, and the command that goes on from there."""
+    out = shortest_path(out)
     selection, baseline = driver.study.selection(), driver.study.baseline().record
     lines = [f"ended: {driver.end}"] if driver.end else []
     if selection is None:
@@ -72,8 +75,15 @@ def closing_lines(driver: StudyDriver, out: Path) -> list[str]:
         + ("" if ratio is None else f", {ratio:.2f}x the baseline")
     )
     lines.append(f"verdict: {selection.reason}")
-    lines.append(f"next: python -m tinyllm_ray.train --config {out / SELECTED} --out {out / 'run'}")
+    selected, run = (shlex.quote(str(out / name)) for name in (SELECTED, "run"))
+    lines.append(f"next: python -m tinyllm_ray.train --config {selected} --out {run}")
     return lines
+
+
+def shortest_path(path: Path) -> Path:
+    """`path` as a person would write it: relative to where they are, where that is shorter."""
+    relative = Path(os.path.relpath(path))
+    return min(relative, path, key=lambda form: len(str(form)))
 
 
 def _figures(record: TrialRecord | None, study: Study) -> dict[str, Any] | None:

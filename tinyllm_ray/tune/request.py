@@ -1,6 +1,5 @@
 """What a study is asked, as plain values that cross to its process, and what it is once all of it is checked."""
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +12,6 @@ from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.records import Protocol
 from tinyllm_ray.search.space import Space, load_space, parse_space
 from tinyllm_ray.validation import explain
-
-STUDY_COMMAND = (sys.executable, "-m", "tinyllm_ray.tune.study_process")
-
-
-class Interrupted(Exception):
-    """A signal asked for the study's end."""
 
 
 class StudyRequest(BaseModel):
@@ -86,8 +79,10 @@ def check_request(request: StudyRequest) -> Asked:
     else:
         checked = None if space is None else load_space(space)
     _check_protocol(request.protocol)
-    if config is not None and config.data.cache is not None and not Path(config.data.cache).is_dir():
-        raise ConfigError(f"data.cache: {config.data.cache!r} is no folder; prepare a cache there or leave it out")
+    if config is not None and config.data.cache is not None:
+        # Trials run in folders of their own, so the path has to hold from anywhere.
+        folder = Path(config.data.cache).expanduser().resolve()
+        config = config.model_copy(update={"data": config.data.model_copy(update={"cache": str(folder)})})
     return Asked(config, checked, request.protocol)
 
 

@@ -1,77 +1,87 @@
-"""The study's process: checks what was asked, runs it, and answers the supervisor that started it.
+"""The study's process: its main thread answers signals, a second one checks what was asked and runs it.
 
-A mistake is found before Ray and PyTorch are imported, so that it is said within a second and leaves nothing behind.
+An exception that a signal raises inside Ray's compiled code comes out as another one, or not at all; so the main thread
+does nothing but wait, and on a signal closes the study itself. Nothing outside the standard library is imported here
+before the signals are watched.
 """
 
+import os
 import signal
 import sys
+import threading
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from types import FrameType
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-
-from tinyllm_ray.clock import Deadline
 from tinyllm_ray.errors import EXIT_BUG, EXIT_NO_RESULT, TinyllmRayError
-from tinyllm_ray.measure.environment import usable_cores
-from tinyllm_ray.search.fitting import fit_space
 from tinyllm_ray.tune.channel import Channel, attach
-from tinyllm_ray.tune.folder import open_folder
-from tinyllm_ray.tune.live import say
-from tinyllm_ray.tune.request import Interrupted, StudyRequest, check_request
 from tinyllm_ray.tune.supervisor import process_age_seconds
+
+if TYPE_CHECKING:
+    from tinyllm_ray.tune.session import Session
+
+_LOOK_SECONDS = 0.05
+_DEADLINE_SLACK_SECONDS = 0.5
+"""A SIGTERM this close to the end of the budget is the supervisor's."""
+
+
+class Work:
+    """The thread that runs the study, and what it has come to."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.session: Session | None = None
+        """There as soon as there is something to report."""
+        self.verdict: tuple[int, str | None] | None = None
+        """Exit status and message, once it is over."""
+        self.thread = threading.Thread(target=self._run, name="study", daemon=True)
+
+    def _run(self) -> None:
+        status, message = EXIT_BUG, None
+        try:
+            from tinyllm_ray.tune.study_run import run
+
+            status = run(self)
+        except TinyllmRayError as error:
+            status, message = error.exit_status, str(error)
+        except Exception as error:  # our own fault: the traceback is for us, the verdict for the supervisor
+            message = f"{type(error).__name__}: {error}"
+            traceback.print_exc()
+        self.verdict = status, message
 
 
 def main() -> int:
     """Run the study asked for; the exit status is also the verdict sent."""
+    received: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: received.append(number))
     channel = attach()
-    console = Console(stderr=True)
-    status, message = EXIT_BUG, None
-    try:
-        with _signals_raise():
-            status = _run(channel, console)
-    except Interrupted as interruption:
-        status, message = EXIT_NO_RESULT, f"{interruption}, before anything was measured"
-        say(console, message)
-    except TinyllmRayError as error:
-        status, message = error.exit_status, str(error)
-        say(console, f"error: {message}")
-    except Exception as error:  # our own fault: the traceback is for us, the verdict for the supervisor
-        message = f"{type(error).__name__}: {error}"
-        traceback.print_exc()
+    work = Work(channel)
+    work.thread.start()
+    while work.verdict is None and not received:
+        work.thread.join(_LOOK_SECONDS)
+    interrupted = work.verdict is None
+    status, message = work.verdict or _interrupt(work, received[0])
+    if message is not None:
+        print(message if interrupted else f"error: {message}", file=sys.stderr, flush=True)
     channel.send("done", exit_status=status, message=message)
+    if interrupted:
+        os._exit(status)  # the study's thread may be anywhere in Ray; the supervisor ends what Ray started
     return status
 
 
-def _run(channel: Channel, console: Console) -> int:
-    request = StudyRequest.model_validate(channel.request)
-    deadline = Deadline.after(request.budget_seconds - process_age_seconds())
-    asked = check_request(request)
-    out = Path(request.out).resolve()
-    earlier = open_folder(out, request.resume)
-    if asked.config is not None and asked.space is not None:
-        # A GPU runs whatever any machine runs: what does not fit there is refused before Ray takes its seconds.
-        fit_space(asked.space, asked.config, "cuda", usable_cores())
-
-    from tinyllm_ray.tune.study_run import run_study
-
-    return run_study(request, asked, earlier, out, channel, console, deadline)
-
-
-@contextmanager
-def _signals_raise() -> Iterator[None]:
-    """While entered, SIGTERM and SIGINT raise `Interrupted` once in the main thread; later ones change nothing."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        for each in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(each, signal.SIG_IGN)
-        raise Interrupted(f"ended by {signal.Signals(number).name}")
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, interrupt)
-    yield
+def _interrupt(work: Work, number: int) -> tuple[int, str | None]:
+    """End the study where it stands."""
+    request = work.channel.request
+    at_deadline = process_age_seconds() > request["budget_seconds"] - _DEADLINE_SLACK_SECONDS
+    reason = "the budget's end" if at_deadline else signal.Signals(number).name
+    if work.session is not None:
+        return work.session.close(reason, interrupted=True), None
+    if at_deadline:
+        return EXIT_NO_RESULT, (
+            f"the budget of {request['budget']} ended before anything was measured: starting takes 5 to 12 s, the "
+            "first candidate 10 s or more; give 60s or more"
+        )
+    return EXIT_NO_RESULT, f"ended by {reason} before anything was measured"
 
 
 if __name__ == "__main__":

@@ -1,29 +1,38 @@
-"""A study from a checked request to its report: Ray, tokens, trials."""
+"""A study from its request to its report: checks, Ray, tokens, trials."""
 
+import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from tinyllm_ray.clock import Deadline
-from tinyllm_ray.cluster.connect import Connection, connect
-from tinyllm_ray.cluster.trials import run_trials
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache, open_cache
-from tinyllm_ray.data.prepare import default_cache
-from tinyllm_ray.errors import EXIT_DONE, EXIT_NO_RESULT
+from tinyllm_ray.errors import ConfigError
+from tinyllm_ray.measure.environment import usable_cores
 from tinyllm_ray.search.fitting import FittedSpace, fit_space
 from tinyllm_ray.search.study import Study
-from tinyllm_ray.tune.channel import Channel
+from tinyllm_ray.train.compile_cache import compile_cache_folder
+from tinyllm_ray.train.recipe import check_fits
 from tinyllm_ray.tune.driver import StudyDriver
-from tinyllm_ray.tune.folder import CANDIDATES, Definition, Earlier, begin_study
-from tinyllm_ray.tune.live import Row, View, open_display, say
-from tinyllm_ray.tune.report import Report, closing_lines
-from tinyllm_ray.tune.request import Asked, Interrupted, StudyRequest
+from tinyllm_ray.tune.folder import CANDIDATES, Definition, Earlier, begin_study, open_folder
+from tinyllm_ray.tune.live import say
+from tinyllm_ray.tune.mirror import private_folder
+from tinyllm_ray.tune.report import Report
+from tinyllm_ray.tune.request import Asked, StudyRequest, check_request
+from tinyllm_ray.tune.session import Session
 from tinyllm_ray.tune.supervisor import process_age_seconds
+
+if TYPE_CHECKING:
+    from tinyllm_ray.cluster.connect import Connection
+    from tinyllm_ray.tune.study_process import Work
 
 _CLOSING_SECONDS = 6.0
 """Kept free at the end for stopping Ray (1.3-4 s on two busy cores) and the last report."""
@@ -31,95 +40,123 @@ _CLOSING_SHARE = 0.1
 """Of the budget, where that is less."""
 
 
-def run_study(
-    request: StudyRequest,
-    asked: Asked,
-    earlier: Earlier | None,
-    out: Path,
-    channel: Channel,
-    console: Console,
-    deadline: Deadline,
+def run(work: "Work") -> int:
+    """Run the study that `work` was asked for; returns the exit status. Raises ConfigError for a mistake in it.
+
+    All that can be judged without Ray is judged before Ray and PyTorch are imported, so that a mistake is said within
+    a second, and nothing is written before everything is judged.
+    """
+    request = StudyRequest.model_validate(work.channel.request)
+    deadline = Deadline.after(request.budget_seconds - process_age_seconds())
+    asked = check_request(request)
+    out = Path(request.out).resolve()
+    earlier = open_folder(out, request.resume)
+    if earlier is not None and earlier.spent_seconds >= request.total_seconds:
+        raise ConfigError(
+            f"--resume: {earlier.spent_seconds:.0f} s of the budget of {request.budget} are spent; "
+            "give a larger --budget"
+        )
+    if asked.config is not None:
+        if asked.config.data.cache is not None:
+            check_fits(asked.config, open_cache(asked.config.data.cache))
+        if asked.space is not None:
+            # A GPU runs whatever any machine runs.
+            fit_space(asked.space, asked.config, "cuda", usable_cores())
+    compile_cache_folder()
+    return _run_on_ray(request, asked, earlier, out, work, deadline)
+
+
+def _run_on_ray(
+    request: StudyRequest, asked: Asked, earlier: Earlier | None, out: Path, work: "Work", deadline: Deadline
 ) -> int:
-    """Run the study to its end; returns the exit status. Raises ConfigError for what does not fit the machine."""
+    from tinyllm_ray.cluster.connect import connect
+    from tinyllm_ray.cluster.trials import resources
+
+    console = Console(stderr=True)
     say(console, f"budget {request.budget}; starting Ray")
-    with connect(request.address) as connection:
+    with connect(request.address) as connection, _claim_machine(console, connection) as alone:
         say(console, _describe(connection))
         config, space, notes = asked.for_machine(connection.device_kind)
-        fitted = fit_space(space, config, connection.device_kind, connection.cores_per_node)
+        fitted = fit_space(space, config, connection.device_kind, int(resources(connection)["CPU"]))
         for note in [*notes, *fitted.notes]:
             say(console, note)
-        definition = begin_study(out, earlier, config, fitted, request)
-        channel.send("out", study=definition.study, path=str(out))
         cache = _open_tokens(config, fitted)
+        definition = begin_study(out, earlier, config, fitted, request)
+        work.channel.send("out", study=definition.study, path=str(out))
         spent = earlier.spent_seconds if earlier else 0.0
+        closing = min(_CLOSING_SECONDS, _CLOSING_SHARE * request.total_seconds)
+        driver = StudyDriver(
+            study=Study(fitted, fitted.protocol, earlier.records if earlier else ()),
+            study_id=definition.study,
+            config=config,
+            cache=cache,
+            out=out,
+            deadline=deadline.earlier_by(spent + closing),
+        )
         report = Report(
             out=out,
             study_id=definition.study,
             config=config,
             budget_seconds=request.total_seconds,
             elapsed=lambda: spent + request.age_seconds + process_age_seconds(),
-            facts=_facts(definition, fitted, connection, cache),
+            facts={**_facts(definition, fitted, connection, cache), "alone_on_machine": alone},
         )
-        study = Study(fitted, fitted.protocol, earlier.records if earlier else ())
-        driver = _measure(study, report, channel, console, deadline.earlier_by(spent), connection, cache)
-    report.write(driver, ended=driver.end)
-    for line in closing_lines(driver, _shortest(out)):
-        say(console, line)
-    return EXIT_DONE if study.selection() is not None else EXIT_NO_RESULT
+        work.session = Session(driver, report, work.channel, console)
+        _measure(driver, report, connection, cache)
+        status = work.session.close(driver.end)
+    work.session.settle()
+    return status
 
 
-def _measure(
-    study: Study,
-    report: Report,
-    channel: Channel,
-    console: Console,
-    deadline: Deadline,
-    connection: Connection,
-    cache: TokenCache | None,
-) -> StudyDriver:
-    """Run the trials until the study or the time is over."""
-    closing = min(_CLOSING_SECONDS, _CLOSING_SHARE * report.budget_seconds)
-    driver = StudyDriver(
-        study=study,
-        study_id=report.study_id,
-        config=report.config,
-        cache=cache,
-        out=report.out,
-        deadline=deadline.earlier_by(closing),
-        publish=lambda record: channel.send("record", record=record.model_dump(mode="json")),
-    )
-    title = f"{report.facts['preset_size']}, {report.config.training.tokens_per_update:,} targets an update"
-    storage = Path(tempfile.mkdtemp(prefix="tinyllm_ray-tune-"))
+def _measure(driver: StudyDriver, report: Report, connection: "Connection", cache: TokenCache | None) -> None:
+    """Run the trials until the study is over."""
+    from tinyllm_ray.cluster.prefetch import prefetching
+    from tinyllm_ray.cluster.trials import run_trials
+
+    storage = Path(tempfile.mkdtemp(prefix="tune-", dir=private_folder()))
+    servers: AbstractContextManager[str | None] = prefetching(report.study_id) if cache else nullcontext()
     try:
-        with open_display(console, lambda: View(title, driver.rows(), deadline.remaining())) as display:
-
-            def changed(row: Row) -> None:
-                report.write(driver, ended=None)
-                if study.selection() is not None:
-                    channel.send("standing", exit_status=EXIT_DONE)
-                display.show(row)
-
-            driver.changed = changed
-            run_trials(driver, connection, logs=report.out / CANDIDATES, storage=storage)
-    except Interrupted as interruption:
-        driver.end = str(interruption)
+        with servers as names:
+            run_trials(driver, connection, report.out / CANDIDATES, storage, names)
     finally:
         shutil.rmtree(storage, ignore_errors=True)
-    return driver
 
 
 def _open_tokens(config: Config, fitted: FittedSpace) -> TokenCache | None:
     """The token cache that trials read, the default one built if need be; None where they read none."""
     if fitted.protocol.data_mode == "synthetic":
         return None
-    return open_cache(config.data.cache or default_cache())
+    from tinyllm_ray.data.prepare import default_cache
+
+    cache = open_cache(config.data.cache or default_cache())
+    check_fits(config, cache)
+    return cache
+
+
+@contextmanager
+def _claim_machine(console: Console, connection: "Connection") -> Iterator[bool]:
+    """Whether no other study of this user measures on the same devices of this machine; says so where one does."""
+    if not connection.started:
+        yield True
+        return
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "all") if connection.gpus else "cpu"
+    name = "".join(letter if letter.isalnum() else "-" for letter in devices)
+    with (private_folder() / f"measuring-{name}.lock").open("a") as lock:
+        alone = False
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            alone = True
+        if not alone:
+            say(console, "another study is measuring on this machine: the figures of both will be low")
+        yield alone
 
 
 def _facts(
-    definition: Definition, fitted: FittedSpace, connection: Connection, cache: TokenCache | None
+    definition: Definition, fitted: FittedSpace, connection: "Connection", cache: TokenCache | None
 ) -> dict[str, Any]:
     return {
-        "preset_size": f"{fitted.parameters / 1e6:.1f}M parameters",
+        "parameters": fitted.parameters,
+        "targets_per_update": fitted.targets_per_update,
         "recipe_identity": definition.recipe_identity,
         "cache_identity": cache.identity if cache else None,
         "space": fitted.name,
@@ -133,14 +170,8 @@ def _facts(
     }
 
 
-def _describe(connection: Connection) -> str:
-    devices = f"{connection.gpus} GPUs" if connection.gpus else f"{connection.cores_per_node} cores a node, no GPU"
+def _describe(connection: "Connection") -> str:
+    devices = f"{connection.gpus} GPU(s)" if connection.gpus else f"{connection.cores_per_node} cores a node, no GPU"
     origin = "started" if connection.started else "joined"
     page = f"; dashboard {connection.dashboard}" if connection.dashboard else ""
     return f"Ray {origin} at {connection.address}: {connection.nodes} node(s), {devices}{page}"
-
-
-def _shortest(path: Path) -> Path:
-    """`path` as a person would write it: relative where that is shorter."""
-    relative = Path(os.path.relpath(path))
-    return min(relative, path, key=lambda form: len(str(form)))

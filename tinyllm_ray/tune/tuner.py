@@ -10,11 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 from tinyllm_ray.clock import Deadline, parse_duration
 from tinyllm_ray.config import Config, load
-from tinyllm_ray.errors import EXIT_DONE, EXIT_NO_RESULT, EXIT_USER, ConfigError, NoResultError, TinyllmRayError
+from tinyllm_ray.errors import (
+    EXIT_DONE,
+    EXIT_NO_RESULT,
+    EXIT_SIGINT,
+    EXIT_USER,
+    ConfigError,
+    NoResultError,
+    TinyllmRayError,
+)
 from tinyllm_ray.records import TrialRecord, read_records
 from tinyllm_ray.search.space import Space
+from tinyllm_ray.tune.channel import STUDY_COMMAND
 from tinyllm_ray.tune.folder import SELECTED, SUMMARY, TRIALS
-from tinyllm_ray.tune.request import STUDY_COMMAND, StudyRequest, check_request
+from tinyllm_ray.tune.request import StudyRequest, check_request
 from tinyllm_ray.tune.supervisor import supervise
 
 if TYPE_CHECKING:
@@ -110,6 +119,8 @@ class Tuner:
         """
         if preset is not None and config is not None:
             raise ConfigError("preset and config both name a recipe; give one of them")
+        if isinstance(overrides, str):
+            raise ConfigError(f"overrides: {overrides!r} is one text; give a list, like [{overrides!r}]")
         seconds = parse_duration(budget, "budget")
         self.request = StudyRequest(
             budget=budget,
@@ -142,7 +153,7 @@ class Tuner:
             raise ConfigError(message)
         if outcome.exit_status == EXIT_NO_RESULT:
             raise NoResultError(message)
-        if outcome.exit_status > 128:
+        if outcome.exit_status == EXIT_SIGINT:
             raise KeyboardInterrupt(message)
         raise TinyllmRayError(message)
 

@@ -1,0 +1,69 @@
+"""A running study as its people see it: what is said and shown, the report kept up to date, and one end."""
+
+import threading
+from contextlib import ExitStack
+
+from rich.console import Console
+
+from tinyllm_ray.errors import EXIT_DONE, EXIT_NO_RESULT
+from tinyllm_ray.records import TrialRecord
+from tinyllm_ray.tune.channel import Channel
+from tinyllm_ray.tune.driver import StudyDriver
+from tinyllm_ray.tune.live import Display, Row, View, open_display, say
+from tinyllm_ray.tune.report import Report, closing_lines
+
+
+class Session:
+    """Publishes records, shows candidates, rewrites the report; `close` counts once, from whatever thread it comes."""
+
+    def __init__(self, driver: StudyDriver, report: Report, channel: Channel, console: Console) -> None:
+        self._driver = driver
+        self._report = report
+        self._channel = channel
+        self._console = console
+        self._shown = ExitStack()
+        self._lock = threading.Lock()
+        self._status: int | None = None
+        self._report_failed = False
+        config = report.config
+        title = (
+            f"{config.model.parameters / 1e6:.1f}M parameters, {config.training.tokens_per_update:,} targets an update"
+        )
+        self._display: Display = self._shown.enter_context(
+            open_display(console, lambda: View(title, driver.shown, driver.seconds_left))
+        )
+        driver.publish, driver.changed = self._publish, self._changed
+
+    def close(self, ended: str | None, *, interrupted: bool = False) -> int:
+        """Show no more, write the last report, say what the study came to; returns the exit status."""
+        with self._lock:
+            if self._status is None:
+                self._driver.stop(ended, interrupted=interrupted)
+                self._shown.close()
+                self._write_report()
+                for line in closing_lines(self._driver, self._report.out):
+                    say(self._console, line)
+                self._status = EXIT_DONE if self._driver.study.selection() is not None else EXIT_NO_RESULT
+            return self._status
+
+    def settle(self) -> None:
+        """Write the report once more, with all seconds that were used."""
+        self._write_report()
+
+    def _publish(self, record: TrialRecord) -> None:
+        self._channel.send("record", record=record.model_dump(mode="json"))
+
+    def _changed(self, row: Row) -> None:
+        self._write_report()
+        if self._driver.study.selection() is not None:
+            self._channel.send("standing", exit_status=EXIT_DONE)
+        self._display.show(row)
+
+    def _write_report(self) -> None:
+        """A folder that cannot be written costs the report, not the study: the records are kept elsewhere first."""
+        try:
+            self._report.write(self._driver)
+        except OSError as error:
+            if not self._report_failed:
+                say(self._console, f"{self._report.out}: the report cannot be written: {error.strerror}")
+            self._report_failed = True
