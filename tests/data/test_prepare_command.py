@@ -367,3 +367,16 @@ def test_a_tokenizer_is_trained_on_a_bounded_part(corpus, tmp_path, monkeypatch)
         prepare(request, tmp_path / "cache")
     assert sum(map(len, seen)) == 10_000
     assert len(set(seen)) == len(seen)
+
+
+@pytest.mark.parametrize("there_before", [False, True])
+def test_a_mistake_leaves_nothing_so_that_the_corrected_command_runs(corpus, tmp_path, there_before, capsys):
+    out = tmp_path / "out"
+    if there_before:
+        out.mkdir()
+    wrong = run(*arguments(corpus, out), "--text-column", "body", capsys=capsys)
+    assert wrong[0] == 2
+    assert "its columns are text" in wrong[1].err
+    assert out.exists() == there_before
+    assert not there_before or list(out.iterdir()) == []
+    assert run(*arguments(corpus, out), capsys=capsys)[0] == 0

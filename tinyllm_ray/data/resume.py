@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -90,8 +91,10 @@ def begun(out: Path, request: dict[str, Any]) -> Iterator[bool]:
     """Hold the folder `out` for a preparation, and say whether it is done already.
 
     Raises ConfigError where another process holds it, where it was begun for another request, and where it holds
-    something else.
+    something else. A mistake in the request that shows before the first shard leaves nothing: the corrected request may
+    then use the folder.
     """
+    existed = out.exists()
     out.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(out, os.O_RDONLY)
     try:
@@ -103,13 +106,30 @@ def begun(out: Path, request: dict[str, Any]) -> Iterator[bool]:
             ) from None
         except OSError:
             pass  # "no locks available" on some network file systems
-        _claim(out, request)
-        yield (out / MANIFEST).exists()
+        begins = _claim(out, request)
+        try:
+            yield (out / MANIFEST).exists()
+        except ConfigError:
+            if begins and not (out / _JOURNAL).exists():
+                _withdraw(out, existed)
+            raise
     finally:
         os.close(descriptor)
 
 
-def _claim(out: Path, request: dict[str, Any]) -> None:
+def _withdraw(out: Path, existed: bool) -> None:
+    """Remove what was begun in `out`, and `out` where it was made for it."""
+    for entry in out.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+    if not existed:
+        out.rmdir()
+
+
+def _claim(out: Path, request: dict[str, Any]) -> bool:
+    """Whether the folder is begun by this; else it was begun for the same request before."""
     path = out / REQUEST
     try:
         there = json.loads(path.read_bytes())
@@ -118,7 +138,7 @@ def _claim(out: Path, request: dict[str, Any]) -> None:
             what = "a token cache made in another way" if (out / MANIFEST).exists() else "other files"
             raise ConfigError(f"--out {out}: holds {what}; choose a new or empty folder") from None
         write_atomically(path, json.dumps(request, indent=1).encode() + b"\n")
-        return
+        return True
     except ValueError:
         raise ConfigError(f"{path}: is damaged; choose another --out, or remove that folder") from None
     if there != json.loads(json.dumps(request)):
@@ -126,6 +146,7 @@ def _claim(out: Path, request: dict[str, Any]) -> None:
             f"--out {out}: was begun for another request: {_difference(there, request)}; "
             "ask for the same again to go on, or choose another folder"
         )
+    return False
 
 
 def _difference(there: dict[str, Any], asked: dict[str, Any]) -> str:
