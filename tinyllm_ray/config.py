@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -24,10 +24,6 @@ def _refuse_bool(value: object) -> object:
     if isinstance(value, bool):
         raise ValueError("true and false are no numbers")
     return value
-
-
-def _off_is_none(value: object) -> object:
-    return None if value == "off" else value
 
 
 Integer = Annotated[int, BeforeValidator(_refuse_bool)]
@@ -96,7 +92,9 @@ class OptimizerConfig(Section):
     eps: Number = Field(default=1e-8, gt=0)
     weight_decay: Number = Field(default=0.1, ge=0)
     """For matrices; norm scales have none."""
-    gradient_clip: Annotated[Annotated[Number, Field(gt=0)] | None, BeforeValidator(_off_is_none)] = 1.0
+    gradient_clip: Annotated[
+        Annotated[Number, Field(gt=0)] | None, BeforeValidator(lambda value: None if value == "off" else value)
+    ] = 1.0
     """Largest global gradient norm; `off` for none."""
 
 
@@ -147,13 +145,11 @@ class ExecutionConfig(Section):
     def _settle_compile_mode(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        if values.get("update") != "compiled":
-            # Checked as if it were used, then dropped: two eager executions never differ by it.
-            mode = values.get("compile_mode")
-            if mode is not None and mode not in CompileMode.__args__:  # type: ignore[attr-defined]
-                return values
-            return {**values, "compile_mode": None}
-        return {**values, "compile_mode": values.get("compile_mode") or "default"}
+        mode = values.get("compile_mode")
+        if values.get("update") == "compiled":
+            return {**values, "compile_mode": mode or "default"}
+        # Checked as if it were used, then dropped: two eager executions never differ by it.
+        return {**values, "compile_mode": None} if mode is None or mode in get_args(CompileMode) else values
 
 
 class OutputConfig(Section):
@@ -205,11 +201,9 @@ class Config(Section):
     def token_budget(self) -> Fraction:
         """Targets of the whole recipe; exact, since updates are rounded from it."""
         training = self.training
-        return (
-            Fraction(training.token_budget)
-            if training.token_budget is not None
-            else Fraction(training.tokens_per_parameter) * self.model.parameters
-        )
+        if training.token_budget is not None:
+            return Fraction(training.token_budget)
+        return Fraction(training.tokens_per_parameter) * self.model.parameters
 
     @property
     def recipe_identity(self) -> str:
