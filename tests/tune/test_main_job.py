@@ -213,7 +213,7 @@ def test_a_relative_cache_serves_from_anywhere(
 ) -> None:
     (tmp_path / "tokens").symlink_to(make_cache([n % 32_000 for n in range(5000)], vocab_size=32_000).folder)
     arguments = ("--config", tiny / "recipe.yaml", "--space", tiny / "space.yaml", "--set", "data.cache=tokens")
-    done = run_module("tinyllm_ray.tune", "--budget", "45s", *arguments, "--out", "sp ace", cwd=tmp_path)
+    done = run_module("tinyllm_ray.tune", "--budget", "100s", *arguments, "--out", "sp ace", cwd=tmp_path)
     assert done.status == 0, done.output
     assert "next: python -m tinyllm_ray.train --config 'sp ace/selected.yaml' --out 'sp ace/run'" in done.output
 
