@@ -126,6 +126,17 @@ def test_a_resumption_with_another_recipe_is_refused(
     assert "optimizer.weight_decay is 0.3, was 0.1" in done.output
 
 
+def test_a_resumption_without_budget_left_is_refused_at_once(
+    study: tuple[Path, Finished], summary: dict, run_module: RunModule, tiny: Path
+) -> None:
+    assert summary["elapsed_seconds"] > 5
+    arguments = ("--config", tiny / "recipe.yaml", "--space", tiny / "space.yaml", "--out", study[0], "--resume")
+    done = run_module("tinyllm_ray.tune", "--budget", "5s", *arguments, cwd=tiny)
+    assert done.status == 2, done.output
+    assert done.output.startswith("error: --resume: ")
+    assert "of the budget of 5s are spent; give a larger --budget" in done.output
+
+
 def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(built_root: Path, tiny: Path) -> None:
     command = [sys.executable, "-m", "tinyllm_ray.tune", "--budget", "150s", "--out", "broken"]
     command += ["--config", "recipe.yaml", "--space", "space.yaml"]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tinyllm_ray.clock import Deadline, parse_duration
 from tinyllm_ray.command import Parser, exit_status
+from tinyllm_ray.tune.budget import seconds_left
 from tinyllm_ray.tune.channel import STUDY_COMMAND
 from tinyllm_ray.tune.supervisor import process_age_seconds, supervise
 
@@ -40,7 +41,8 @@ def _supervise(options: argparse.Namespace) -> int:
     budget = parse_duration(options.budget, "--budget")
     age = process_age_seconds()
     request = _request(options, budget, age)
-    return supervise(STUDY_COMMAND, request=request, deadline=Deadline.after(budget - age)).exit_status
+    left = seconds_left(budget, Path(str(request["out"])), options.resume)
+    return supervise(STUDY_COMMAND, request=request, deadline=Deadline.after(left - age)).exit_status
 
 
 def build_parser() -> Parser:

@@ -7,7 +7,6 @@ OUT/selected.yaml    the configuration to use
 OUT/summary.json     the study as it stands
 """
 
-import json
 import os
 import secrets
 import time
@@ -21,6 +20,7 @@ from tinyllm_ray.config import Config, identity
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.records import TrialRecord, read_records
 from tinyllm_ray.search.fitting import FittedSpace
+from tinyllm_ray.tune.budget import spent_seconds
 from tinyllm_ray.tune.mirror import leftover_records
 from tinyllm_ray.tune.request import StudyRequest
 from tinyllm_ray.yamlfile import dump_yaml, read_mapping
@@ -29,7 +29,6 @@ DEFINITION = "study.yaml"
 TRIALS = "trials.jsonl"
 CANDIDATES = "candidates"
 SELECTED = "selected.yaml"
-SUMMARY = "summary.json"
 
 
 class Definition(BaseModel):
@@ -75,7 +74,7 @@ def open_folder(out: Path, resume: bool) -> Earlier | None:
     records = read_records(out / TRIALS)
     # What the folder lagged behind by when the last session was cut; the supervisor adds it to the file.
     records += [TrialRecord.model_validate(entry) for entry in leftover_records(known.study, out)]
-    return Earlier(definition=known, records=records, spent_seconds=_spent(out / SUMMARY))
+    return Earlier(definition=known, records=records, spent_seconds=spent_seconds(out))
 
 
 def begin_study(
@@ -118,10 +117,3 @@ def _check_same(known: Definition, config: Config, space_identity: str) -> None:
             f"--resume: the space or its protocol is not that of the study (space {known.space}); "
             "ask for the same, or begin a study in another folder"
         )
-
-
-def _spent(summary: Path) -> float:
-    """Seconds of the budget that earlier sessions used, as their last report says."""
-    if not summary.exists():
-        return 0.0
-    return float(json.loads(summary.read_text())["elapsed_seconds"])

@@ -15,8 +15,9 @@ from tinyllm_ray import journal
 from tinyllm_ray.config import Config
 from tinyllm_ray.records import SCHEMA_VERSION, TrialRecord
 from tinyllm_ray.search.study import Study
+from tinyllm_ray.tune.budget import SUMMARY
 from tinyllm_ray.tune.driver import StudyDriver
-from tinyllm_ray.tune.folder import SELECTED, SUMMARY
+from tinyllm_ray.tune.folder import SELECTED
 
 
 @dataclass

@@ -15,7 +15,6 @@ from rich.console import Console
 from tinyllm_ray.clock import Deadline
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache, open_cache
-from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.measure.environment import usable_cores
 from tinyllm_ray.search.fitting import FittedSpace, fit_space
 from tinyllm_ray.search.study import Study
@@ -51,11 +50,6 @@ def run(work: "Work") -> int:
     asked = check_request(request)
     out = Path(request.out).resolve()
     earlier = open_folder(out, request.resume)
-    if earlier is not None and earlier.spent_seconds >= request.total_seconds:
-        raise ConfigError(
-            f"--resume: {earlier.spent_seconds:.0f} s of the budget of {request.budget} are spent; "
-            "give a larger --budget"
-        )
     if asked.config is not None:
         if asked.config.data.cache is not None:
             check_fits(asked.config, open_cache(asked.config.data.cache))
@@ -91,7 +85,7 @@ def _run_on_ray(
             config=config,
             cache=cache,
             out=out,
-            deadline=deadline.earlier_by(spent + closing),
+            deadline=deadline.earlier_by(closing),
         )
         report = Report(
             out=out,

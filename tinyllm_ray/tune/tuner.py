@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,9 @@ from tinyllm_ray.errors import (
 )
 from tinyllm_ray.records import TrialRecord, read_records
 from tinyllm_ray.search.space import Space
+from tinyllm_ray.tune.budget import SUMMARY, seconds_left
 from tinyllm_ray.tune.channel import STUDY_COMMAND
-from tinyllm_ray.tune.folder import SELECTED, SUMMARY, TRIALS
+from tinyllm_ray.tune.folder import SELECTED, TRIALS
 from tinyllm_ray.tune.request import StudyRequest, check_request
 from tinyllm_ray.tune.supervisor import supervise
 
@@ -143,7 +143,8 @@ class Tuner:
         Raises ConfigError for what turns out not to fit the machine or the folder, NoResultError when nothing was
         measured that can be believed, KeyboardInterrupt after Ctrl-C (the folder then holds what was measured).
         """
-        deadline = Deadline.after(self.request.total_seconds, time.monotonic)
+        request = self.request
+        deadline = Deadline.after(seconds_left(request.total_seconds, Path(request.out), request.resume))
         values = self.request.model_dump(mode="json", exclude={"budget_seconds"})
         outcome = supervise(STUDY_COMMAND, request=values, deadline=deadline)
         if outcome.exit_status == EXIT_DONE:
