@@ -11,17 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from command_line import TINY_RECIPE
+from scripted_driver import ScriptedDriver, tiny_request
 from small_caches import write_cache
 
 from tinyllm_ray.cluster.connect import Connection, connect
 from tinyllm_ray.cluster.prefetch import actor_name, prefetching
 from tinyllm_ray.cluster.trials import run_trials
-from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.data.range_server import server_address, socket_name, supported
 from tinyllm_ray.records import Fate, TrialRecord
-from tinyllm_ray.yamlfile import parse_yaml
 
 pytestmark = pytest.mark.skipif(not supported(), reason="needs Linux's anonymous shared memory")
 
@@ -39,23 +37,17 @@ def cache(tmp_path: Path) -> TokenCache:
     return write_cache(tmp_path / "cache", {"train": tokens}, shard_tokens=2000, vocab_size=32_000)
 
 
-class Script:
+class Script(ScriptedDriver):
     """Asks for the same candidate `count` times; kills the node's range server when the second has forked."""
 
     def __init__(self, cache: TokenCache, count: int, servers: str) -> None:
-        self.waiting = [_request(number, cache) for number in range(count)]
+        protocol = {"warmup_updates": 2, "windows": 2, "updates_per_window": 5}
+        super().__init__([tiny_request(number, {}, protocol, cache) for number in range(count)])
         self.records: list[TrialRecord] = []
         self.reads: list[int] = []
         self.killed = 0
         self._forked = 0
         self._servers = servers
-
-    @property
-    def finished(self) -> bool:
-        return not self.waiting
-
-    def ask(self) -> Mapping[str, Any] | None:
-        return self.waiting.pop(0) if self.waiting else None
 
     def hear(self, candidate: str, event: Mapping[str, Any]) -> None:
         if event["event"] == "record":
@@ -118,18 +110,3 @@ def _listens(servers: str) -> bool:
     address = server_address(servers, ray.get_runtime_context().get_node_id())
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as knocking:
         return knocking.connect_ex(socket_name(address)) == 0
-
-
-def _request(number: int, cache: TokenCache) -> dict[str, Any]:
-    config = Config.model_validate(parse_yaml(TINY_RECIPE, "tiny")).with_execution({"cpu_threads": 1})
-    return {
-        "study": "script",
-        "candidate": f"c{number}",
-        "label": f"candidate {number}",
-        "config": config.model_dump(mode="json"),
-        "protocol": {"warmup_updates": 2, "windows": 2, "updates_per_window": 5},
-        "cache": str(cache.folder),
-        "cache_identity": cache.identity,
-        "configuration": None,
-        "limit_seconds": 100.0,
-    }

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import ray
-from command_line import TINY_RECIPE, RunModule
+from command_line import RunModule
+from scripted_driver import ScriptedDriver, tiny_request
 
 from tinyllm_ray.cluster.connect import Connection, connect
 from tinyllm_ray.cluster.trials import resources, run_trials
-from tinyllm_ray.config import Config
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.records import Fate, TrialRecord
-from tinyllm_ray.yamlfile import parse_yaml
 
 
 @pytest.fixture(scope="module")
@@ -24,22 +23,16 @@ def connection() -> Iterator[Connection]:
         yield connection
 
 
-class Script:
+class Script(ScriptedDriver):
     """Asks for the given candidates in turn and keeps what is heard of them."""
 
     def __init__(self, *executions: Mapping[str, Any], on_event: Callable[["Script", Any], None] | None = None) -> None:
-        self.waiting = [_request(number, execution) for number, execution in enumerate(executions)]
+        shortest = {"warmup_updates": 1, "windows": 1, "updates_per_window": 1}
+        super().__init__([tiny_request(number, one, shortest, cache=None) for number, one in enumerate(executions)])
         self.records: dict[str, TrialRecord] = {}
         self.lost: list[str] = []
         self.actors: list[int] = []
         self._on_event = on_event
-
-    @property
-    def finished(self) -> bool:
-        return not self.waiting
-
-    def ask(self) -> Mapping[str, Any] | None:
-        return self.waiting.pop(0) if self.waiting else None
 
     def hear(self, candidate: str, event: Mapping[str, Any]) -> None:
         if event["event"] == "record":
@@ -109,21 +102,6 @@ def test_every_trial_asks_for_a_gpu_and_its_share_of_cores(
 ) -> None:
     cluster = Connection("", None, True, nodes=nodes, gpus=gpus, cores_per_node=cores)
     assert resources(cluster) == asked
-
-
-def _request(number: int, execution: Mapping[str, Any]) -> dict[str, Any]:
-    config = Config.model_validate(parse_yaml(TINY_RECIPE, "tiny")).with_execution({"cpu_threads": 1, **execution})
-    return {
-        "study": "script",
-        "candidate": f"c{number}",
-        "label": f"candidate {number}",
-        "config": config.model_dump(mode="json"),
-        "protocol": {"data_mode": "synthetic", "warmup_updates": 1, "windows": 1, "updates_per_window": 1},
-        "cache": None,
-        "cache_identity": None,
-        "configuration": None,
-        "limit_seconds": 100.0,
-    }
 
 
 def _parent(pid: int) -> int:

@@ -38,12 +38,6 @@ def widen(batch: torch.Tensor) -> torch.Tensor:
     return batch.to(torch.int64)
 
 
-def inputs_and_targets(batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two int64 views [rows, context] of one widened batch, the targets one token on."""
-    wide = widen(batch)
-    return wide[:, :-1], wide[:, 1:]
-
-
 class _Ahead(NamedTuple):
     batch: torch.Tensor
     copied: torch.cuda.Event
