@@ -11,9 +11,6 @@ from hypothesis import strategies as st
 from tinyllm_ray.config import (
     Config,
     EvaluationConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TrainingConfig,
     default_micro_batch_size,
     identity,
     load,
@@ -21,6 +18,7 @@ from tinyllm_ray.config import (
     validate,
 )
 from tinyllm_ray.errors import EXIT_USER, ConfigError
+from tinyllm_ray.sections import ModelConfig, OptimizerConfig, TrainingConfig
 
 # Every field of a section, with a value that is not nano's and keeps the configuration valid.
 OTHER_RECIPES: dict[str, dict[str, Any]] = {
@@ -48,6 +46,9 @@ OTHER_RECIPES: dict[str, dict[str, Any]] = {
         "tokens_per_parameter": 10,
         "token_budget": 2_000_000,
         "epochs": 9,
+        "epoch_tokens_per_parameter": 0.25,
+        "schedule": "warmup-stable-decay",
+        "decay_fraction": 0.3,
         "warmup_fraction": 0.1,
         "final_fraction": 0.0,
         "seed": 43,
@@ -64,10 +65,18 @@ NO_CHANGE: dict[str, dict[str, Any]] = {
         "sdpa_backend": "math",
         "cpu_threads": 1,
         "prefetch_depth": 2,
+        "deterministic": True,
     },
-    "output": {"checkpoint": "none"},
+    "evaluation_execution": {"micro_batch_size": 16, "update": "compiled"},
+    "output": {
+        "checkpoint": "none",
+        "checkpoint_interval": 100,
+        "checkpoint_updates": [1, 10],
+        "keep_checkpoints": None,
+        "tensorboard": True,
+    },
 }
-ONE_VALUE_ONLY = {("training", "schedule"), ("execution", "data_parallel")}
+ONE_VALUE_ONLY = {("execution", "data_parallel")}
 
 
 def nano(section: str, key: str, value: Any) -> Config:
@@ -162,7 +171,8 @@ def test_unknown_keys_are_named_with_their_nearest_match(path: Path, text: str, 
 
 def test_a_key_like_no_other_gets_the_list_of_what_is_allowed(path: Path) -> None:
     path.write_text("preset: nano\noutput: {xyz: 1}\n")
-    assert refusal(path) == f"{path}: output.xyz: there is no such key (allowed here: checkpoint)"
+    allowed = "checkpoint, checkpoint_interval, checkpoint_updates, keep_checkpoints, tensorboard"
+    assert refusal(path) == f"{path}: output.xyz: there is no such key (allowed here: {allowed})"
 
 
 NUMBERS = [
@@ -208,6 +218,8 @@ def test_what_is_no_number_is_refused_with_key_and_value(key: str, value: str) -
         ("execution.compile_mode=off", "'off' is not allowed: input should be 'default', 'reduce-overhead'"),
         ("execution.sdpa_backend=no", "'no' is not allowed: input should be 'auto'"),
         ("execution.data_parallel=2", "2 is not allowed: input should be 1"),
+        ("execution.deterministic='false'", "'false' is not allowed: input should be a valid boolean"),
+        ("output.checkpoint_updates=[0]", "0 is not allowed: input should be greater than 0"),
         ("data.cache=3", "3 is not allowed: input should be a valid string"),
     ],
 )
@@ -227,6 +239,30 @@ def test_values_are_refused_with_what_is_allowed(override: str, words: str) -> N
 )
 def test_what_does_not_divide_is_refused(override: str, words: str) -> None:
     assert words in refusal("nano", override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["output.checkpoint=interval"], "checkpoint interval needs output.checkpoint_interval, like 1000"),
+        (["output.checkpoint=explicit"], "checkpoint explicit needs output.checkpoint_updates, like [100, 1000]"),
+        (
+            ["output.checkpoint=explicit", "output.checkpoint_updates=[]"],
+            "checkpoint explicit needs output.checkpoint_updates",
+        ),
+        (
+            ["training.schedule=warmup-stable-decay", "training.warmup_fraction=0.9"],
+            "warmup_fraction 0.9 and decay_fraction 0.2 sum up to more than 1",
+        ),
+        (["execution.deterministic=true", "execution.sdpa_backend=cudnn"], "deterministic forbids sdpa_backend cudnn"),
+        (
+            ["execution.deterministic=true", "execution.update=compiled", "execution.compile_mode=max-autotune"],
+            "deterministic forbids compile_mode max-autotune, which chooses kernels by their timing",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(overrides: list[str], words: str) -> None:
+    assert words in refusal("nano", *overrides)
 
 
 @pytest.mark.parametrize(
@@ -368,5 +404,5 @@ def test_micro_batches_make_up_the_update(context: int, rows: int, data: st.Data
 
 def test_the_token_budget_is_exact() -> None:
     assert load("20m").token_budget == 20 * 20_403_520
-    assert load("20m", ["training.tokens_per_parameter=0.1"]).token_budget == Fraction(0.1) * 20_403_520
+    assert load("20m", ["training.tokens_per_parameter=0.1"]).token_budget == Fraction(1, 10) * 20_403_520
     assert load("nano").token_budget == 1_048_576

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from tinyllm_ray import journal
-from tinyllm_ray.config import ExecutionConfig
 from tinyllm_ray.errors import TinyllmRayError
 from tinyllm_ray.measure.environment import collect_environment
 from tinyllm_ray.records import Device, Fate, Memory, Protocol, Seconds, TrialRecord, Window, read_records
+from tinyllm_ray.sections import ExecutionConfig
 from tinyllm_ray.yamlfile import read_mapping
 
 FIGURES = st.floats(min_value=0, max_value=1e12)

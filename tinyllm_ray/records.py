@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from tinyllm_ray import journal
-from tinyllm_ray.config import Integer
+from tinyllm_ray.sections import Integer
 
 SCHEMA_VERSION: Final = 1
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tinyllm_ray.config import ModelConfig, load, preset_names
+from tinyllm_ray.config import load, preset_names
 from tinyllm_ray.model.llama import Llama, initialize, rotary_tables, rotate
+from tinyllm_ray.sections import ModelConfig
 
 SHAPE = ModelConfig(layers=2, width=32, heads=4, ffn=48, context=16, vocab_size=61)
 PARAMETERS = {

@@ -6,11 +6,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from study_replay import fitted, recipe
 
-from tinyllm_ray.config import ExecutionConfig, identity, load
+from tinyllm_ray.config import identity, load
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.search.candidate import candidate_number, make_candidate
 from tinyllm_ray.search.fitting import fit_space
 from tinyllm_ray.search.space import Space, load_space
+from tinyllm_ray.sections import ExecutionConfig
 
 
 def space(factors: dict[str, list[Any]], baseline: dict[str, Any] | None = None, **more: Any) -> Space:
@@ -30,6 +31,7 @@ def test_execution_on_a_gpu() -> None:
         "sdpa_backend": "auto",
         "cpu_threads": 8,
         "prefetch_depth": 1,
+        "deterministic": False,
         "data_parallel": 1,
     }
     assert (fit.parameters, fit.targets_per_update) == (20_403_520, 32_768)

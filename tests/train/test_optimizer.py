@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tinyllm_ray.config import ModelConfig, OptimizerConfig
 from tinyllm_ray.model.llama import Llama, initialize
+from tinyllm_ray.sections import ModelConfig, OptimizerConfig
 from tinyllm_ray.train.optimizer import build_optimizer, clip_gradients, set_learning_rate
 
 CPU = torch.device("cpu")

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinyllm_ray.config import Config, TrainingConfig, load
+from tinyllm_ray.config import Config, load
+from tinyllm_ray.sections import TrainingConfig
 from tinyllm_ray.train.recipe import epoch_ends, learning_rate, run_updates, total_updates, updates_after_epoch
 
 MakeConfig = Callable[..., Config]
@@ -49,12 +50,12 @@ class TestUpdates:
     def test_a_budget_in_tokens_a_parameter_is_rounded_by_the_formula(
         self, tiny: MakeConfig, ratio: float, epochs: int, batch: int, epoch: int
     ) -> None:
-        """floor(k e P / B + 1/2), where a float ratio counts as the binary fraction it is."""
+        """floor(k e P / B + 1/2), where a ratio counts as the decimal number that is written."""
         base = tiny()
         config = with_training(
             base, token_budget=None, tokens_per_parameter=ratio, epochs=epochs, tokens_per_update=batch
         )
-        above, below = ratio.as_integer_ratio()
+        above, below = Fraction(str(ratio)).as_integer_ratio()
         tokens, scale = epoch * above * base.model.parameters, below * epochs * batch
         assert updates_after_epoch(config, epoch) == (2 * tokens + scale) // (2 * scale)
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tinyllm_ray.config import ModelConfig
 from tinyllm_ray.model.attention import attend
+from tinyllm_ray.sections import ModelConfig
 
 
 class RMSNorm(nn.Module):

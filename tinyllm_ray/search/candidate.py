@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tinyllm_ray.config import ExecutionConfig, identity
+from tinyllm_ray.config import identity
+from tinyllm_ray.sections import ExecutionConfig
 
 _SHORT = {"micro_batch_size": "mb{}", "update": "{}", "compile_mode": "{}", "sdpa_backend": "{}", "cpu_threads": "t{}"}
 """How settings are written that every candidate shows; others appear where they differ from their default."""

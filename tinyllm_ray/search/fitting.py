@@ -5,10 +5,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tinyllm_ray.config import CPU_SDPA_BACKENDS, Config, ExecutionConfig, default_micro_batch_size, identity
+from tinyllm_ray.config import Config, default_micro_batch_size, identity
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.records import Protocol
 from tinyllm_ray.search.space import Space
+from tinyllm_ray.sections import CPU_SDPA_BACKENDS, ExecutionConfig
 
 DeviceKind = Literal["cuda", "cpu"]
 

@@ -17,9 +17,10 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_validator
 
-from tinyllm_ray.config import Config, ExecutionConfig, Section
+from tinyllm_ray.config import Config
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.records import Protocol
+from tinyllm_ray.sections import ExecutionConfig, Section
 from tinyllm_ray.validation import explain
 from tinyllm_ray.yamlfile import parse_yaml, read_mapping
 

@@ -6,24 +6,36 @@ Pure functions of the configuration.
 import math
 from fractions import Fraction
 
-from tinyllm_ray.config import Config
+from tinyllm_ray.config import Config, decimal
 from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.data.rows import count_rows
 from tinyllm_ray.errors import ConfigError
 
 
+def epoch_tokens(config: Config) -> Fraction:
+    """Targets of a virtual epoch, exact."""
+    ratio = config.training.epoch_tokens_per_parameter
+    return config.token_budget / config.training.epochs if ratio is None else decimal(ratio) * config.model.parameters
+
+
+def epochs(config: Config) -> int:
+    """Virtual epochs of the whole recipe; the last may be shorter where their length is set by ratio."""
+    return math.ceil(config.token_budget / epoch_tokens(config))
+
+
 def updates_after_epoch(config: Config, epoch: int) -> int:
     """Cumulative updates after virtual epoch `epoch` (1-based): floor(epoch x tokens an epoch / batch tokens + 1/2).
 
-    Every update is a full batch, and rounding the cumulative count keeps the error below half an update for ever.
+    Every update is a full batch, and rounding the cumulative count keeps the error below half an update for ever. The
+    last epoch ends with the budget.
     """
-    epoch_tokens = config.token_budget / config.training.epochs
-    return math.floor(epoch * epoch_tokens / config.training.tokens_per_update + Fraction(1, 2))
+    tokens = config.token_budget if epoch == epochs(config) else epoch * epoch_tokens(config)
+    return math.floor(tokens / config.training.tokens_per_update + Fraction(1, 2))
 
 
 def total_updates(config: Config) -> int:
     """Updates of the whole recipe, `training.max_updates` left aside; at least one."""
-    return max(1, updates_after_epoch(config, config.training.epochs))
+    return max(1, updates_after_epoch(config, epochs(config)))
 
 
 def run_updates(config: Config) -> int:
@@ -37,7 +49,7 @@ def epoch_ends(config: Config) -> dict[int, int]:
 
     The recipe's last update ends the last epoch, whatever the budget.
     """
-    last = config.training.epochs
+    last = epochs(config)
     ends = {updates: epoch for epoch in range(1, last + 1) if (updates := updates_after_epoch(config, epoch))}
     return ends | {total_updates(config): last}
 
@@ -58,10 +70,11 @@ def check_fits(config: Config, cache: TokenCache) -> None:
 
 
 def learning_rate(config: Config, update: int) -> float:
-    """Learning rate of update `update` (0-based): linear warm-up to the peak, then a cosine to the final fraction.
+    """Learning rate of update `update` (0-based): linear warm-up to the peak, then down to the final fraction of it.
 
-    The cosine schedule of Loshchilov and Hutter (arXiv 1608.03983) without restarts; the last update of the recipe
-    has exactly the final rate. Updates past the recipe keep that rate.
+    `cosine` falls along a half wave (Loshchilov and Hutter, arXiv 1608.03983, without restarts); `warmup-stable-decay`
+    stays at the peak and falls linearly over the last updates (Hu et al., arXiv 2404.06395; linear decay as in Hägele
+    et al., arXiv 2405.18392). The last update of the recipe has exactly the final rate; updates past it keep that.
     """
     training, peak = config.training, config.optimizer.peak_learning_rate
     total = total_updates(config)
@@ -69,6 +82,9 @@ def learning_rate(config: Config, update: int) -> float:
     done = min(update + 1, total)
     if done <= warmup:
         return peak * done / warmup
-    progress = (done - warmup) / (total - warmup)
-    final = training.final_fraction
-    return peak * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress)))
+    if training.schedule == "cosine":
+        height = 0.5 * (1 + math.cos(math.pi * (done - warmup) / (total - warmup)))
+    else:
+        decay = training.decay_fraction * total
+        height = min(1.0, (total - done) / decay) if decay else 1.0
+    return peak * (training.final_fraction + (1 - training.final_fraction) * height)

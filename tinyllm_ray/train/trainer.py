@@ -7,7 +7,7 @@ import time
 import torch
 
 from tinyllm_ray.clock import Clock
-from tinyllm_ray.config import CPU_SDPA_BACKENDS, Config
+from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.data.feed import Feed, SyntheticFeed, device_feed, widen
 from tinyllm_ray.data.loader import RowLoader
@@ -15,6 +15,7 @@ from tinyllm_ray.data.served_ranges import open_ranges
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.measure.environment import usable_cores
 from tinyllm_ray.model.llama import Llama, initialize
+from tinyllm_ray.sections import CPU_SDPA_BACKENDS
 from tinyllm_ray.train.host_memory import keep_freed_memory
 from tinyllm_ray.train.optimizer import build_optimizer
 from tinyllm_ray.train.recipe import check_fits, learning_rate
