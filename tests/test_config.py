@@ -1,5 +1,6 @@
 """Configurations: what is allowed, what is refused and with which words, and what a recipe's identity covers."""
 
+import math
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,15 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("preset", "parameters"), [("20m", 20_403_520), ("20m-32k", 20_403_520), ("50m", 48_507_392), ("90m", 91_605_120)]
+    ("preset", "parameters"),
+    [
+        ("20m", 20_403_520),
+        ("20m-32k", 20_403_520),
+        ("50m", 48_507_392),
+        ("90m", 91_605_120),
+        ("250m", 251_943_360),
+        ("500m", 516_814_080),
+    ],
 )
 def test_parameters_to_the_unit(preset: str, parameters: int) -> None:
     assert load(preset).model.parameters == parameters
@@ -118,8 +127,22 @@ def test_nano_has_about_two_million_parameters() -> None:
     assert load("nano").training.tokens_per_update == 2048
 
 
+@pytest.mark.parametrize("preset", ["250m", "500m"])
+def test_an_untuned_preset_stands_to_a_published_fit_as_the_tuned_one_does(preset: str) -> None:
+    """Rate and batch of Li et al., arXiv 2503.04715; the batch is the nearest power of two."""
+
+    def fitted_rate(config: Config) -> float:
+        weights = config.model.parameters - config.model.vocab_size * config.model.width
+        return float(1.79 * weights**-0.713 * config.token_budget**0.307)
+
+    config, tuned = load(preset), load("20m")
+    ratio = tuned.optimizer.peak_learning_rate / fitted_rate(tuned)
+    assert config.optimizer.peak_learning_rate == pytest.approx(ratio * fitted_rate(config), rel=0.05)
+    assert config.training.tokens_per_update == 2 ** round(math.log2(0.58 * config.token_budget**0.571))
+
+
 def test_presets_are_listed_by_size() -> None:
-    assert preset_names() == ["nano", "20m", "20m-32k", "50m", "90m"]
+    assert preset_names() == ["nano", "20m", "20m-32k", "50m", "90m", "250m", "500m"]
 
 
 @pytest.mark.parametrize("preset", preset_names())
@@ -286,7 +309,7 @@ def test_files_are_refused_by_name(path: Path, text: str, words: str) -> None:
 
 
 def test_sources_that_are_nothing() -> None:
-    assert "neither a preset (nano, 20m, 20m-32k, 50m, 90m) nor a YAML file" in refusal("30m")
+    assert "neither a preset (nano, 20m, 20m-32k, 50m, 90m, 250m, 500m) nor a YAML file" in refusal("30m")
     assert refusal("absent.yaml") == "absent.yaml: no such file"
 
 
