@@ -277,6 +277,10 @@ def test_what_does_not_divide_is_refused(override: str, words: str) -> None:
             ["training.schedule=warmup-stable-decay", "training.warmup_fraction=0.9"],
             "warmup_fraction 0.9 and decay_fraction 0.2 sum up to more than 1",
         ),
+        (
+            ["training.schedule=warmup-stable-decay", "training.decay_fraction=0"],
+            "decay_fraction 0 never reaches final_fraction 0.1; take final_fraction 1 to stay at the peak",
+        ),
         (["execution.deterministic=true", "execution.sdpa_backend=cudnn"], "deterministic forbids sdpa_backend cudnn"),
         (
             ["execution.deterministic=true", "execution.update=compiled", "execution.compile_mode=max-autotune"],

@@ -97,7 +97,10 @@ class TrainingConfig(Section):
     schedule: Literal["cosine", "warmup-stable-decay"] = "cosine"
     warmup_fraction: Fraction01 = 0.05
     decay_fraction: Fraction01 = 0.2
-    """Last part of the updates, in which warmup-stable-decay lowers the rate; cosine lowers it from the peak on."""
+    """Last part of the updates, in which warmup-stable-decay lowers the rate; cosine lowers it from the peak on.
+
+    Zero, a rate that stays at the peak, goes with final_fraction 1 only.
+    """
     final_fraction: Fraction01 = 0.1
     """Last learning rate as a fraction of the peak."""
     max_updates: Integer | None = Field(default=None, gt=0)
@@ -109,6 +112,11 @@ class TrainingConfig(Section):
         if self.schedule == "warmup-stable-decay" and self.warmup_fraction + self.decay_fraction > 1:
             raise ValueError(
                 f"warmup_fraction {self.warmup_fraction} and decay_fraction {self.decay_fraction} sum up to more than 1"
+            )
+        if self.schedule == "warmup-stable-decay" and not self.decay_fraction and self.final_fraction != 1:
+            raise ValueError(
+                f"decay_fraction 0 never reaches final_fraction {self.final_fraction}; take final_fraction 1 to stay "
+                "at the peak, or a decay_fraction above 0"
             )
         return self
 

@@ -11,6 +11,8 @@ from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.data.rows import count_rows
 from tinyllm_ray.errors import ConfigError
 
+_HALF = Fraction(1, 2)
+
 
 def epoch_tokens(config: Config) -> Fraction:
     """Targets of a virtual epoch, exact."""
@@ -26,16 +28,19 @@ def epochs(config: Config) -> int:
 def updates_after_epoch(config: Config, epoch: int) -> int:
     """Cumulative updates after virtual epoch `epoch` (1-based): floor(epoch x tokens an epoch / batch tokens + 1/2).
 
-    Every update is a full batch, and rounding the cumulative count keeps the error below half an update for ever. The
-    last epoch ends with the budget.
+    Every update is a full batch, and rounding the cumulative count keeps the error at half an update for ever. The
+    last epoch ends with the budget, and nothing comes after it.
     """
-    tokens = config.token_budget if epoch == epochs(config) else epoch * epoch_tokens(config)
-    return math.floor(tokens / config.training.tokens_per_update + Fraction(1, 2))
+    return _whole_updates(config, min(epoch * epoch_tokens(config), config.token_budget))
 
 
 def total_updates(config: Config) -> int:
     """Updates of the whole recipe, `training.max_updates` left aside; at least one."""
-    return max(1, updates_after_epoch(config, epochs(config)))
+    return max(1, _whole_updates(config, config.token_budget))
+
+
+def _whole_updates(config: Config, tokens: Fraction) -> int:
+    return math.floor(tokens / config.training.tokens_per_update + _HALF)
 
 
 def run_updates(config: Config) -> int:
@@ -47,11 +52,18 @@ def run_updates(config: Config) -> int:
 def epoch_ends(config: Config) -> dict[int, int]:
     """Update count at which an epoch ends -> the epoch, the last of those that end together.
 
-    The recipe's last update ends the last epoch, whatever the budget.
+    The recipe's last update ends the last epoch, whatever the budget. Epochs that end together are passed over in one
+    step, so that a length of a few tokens by mistake takes no longer than one of an update.
     """
-    last = epochs(config)
-    ends = {updates: epoch for epoch in range(1, last + 1) if (updates := updates_after_epoch(config, epoch))}
-    return ends | {total_updates(config): last}
+    last, total = epochs(config), total_updates(config)
+    length = epoch_tokens(config) / config.training.tokens_per_update
+    ends = {}
+    epoch = math.ceil(_HALF / length)
+    while epoch < last and (updates := updates_after_epoch(config, epoch)) < total:
+        following = math.ceil((updates + _HALF) / length)  # the first epoch that ends later
+        ends[updates] = following - 1
+        epoch = following
+    return ends | {total: last}
 
 
 def check_fits(config: Config, cache: TokenCache) -> None:
@@ -74,7 +86,8 @@ def learning_rate(config: Config, update: int) -> float:
 
     `cosine` falls along a half wave (Loshchilov and Hutter, arXiv 1608.03983, without restarts); `warmup-stable-decay`
     stays at the peak and falls linearly over the last updates (Hu et al., arXiv 2404.06395; linear decay as in Hägele
-    et al., arXiv 2405.18392). The last update of the recipe has exactly the final rate; updates past it keep that.
+    et al., arXiv 2405.18392). The last update of the recipe has exactly the final rate, where warm-up leaves it one;
+    updates past it keep that.
     """
     training, peak = config.training, config.optimizer.peak_learning_rate
     total = total_updates(config)
@@ -86,5 +99,5 @@ def learning_rate(config: Config, update: int) -> float:
         height = 0.5 * (1 + math.cos(math.pi * (done - warmup) / (total - warmup)))
     else:
         decay = training.decay_fraction * total
-        height = min(1.0, (total - done) / decay) if decay else 1.0
+        height = min(1.0, (total - done) / decay) if decay else 1.0  # 0 / 0: the final rate is the peak
     return peak * (training.final_fraction + (1 - training.final_fraction) * height)
