@@ -19,8 +19,9 @@ from tinyllm_ray.model.llama import Llama, initialize
 from tinyllm_ray.train.__main__ import main
 from tinyllm_ray.train.checkpoint import load_weights
 from tinyllm_ray.train.evaluate import evaluate
+from tinyllm_ray.train.progress import Progress
 from tinyllm_ray.train.recipe import learning_rate
-from tinyllm_ray.train.run import Progress, Run, prepare_folder
+from tinyllm_ray.train.run import Run, prepare_folder
 
 MakeConfig = Callable[..., Config]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -28,6 +28,7 @@ from tinyllm_ray.measure.environment import collect_environment, source_identity
 from tinyllm_ray.measure.memory import peak_memory
 from tinyllm_ray.train.checkpoint import save_weights
 from tinyllm_ray.train.evaluate import evaluate
+from tinyllm_ray.train.progress import Progress
 from tinyllm_ray.train.recipe import epoch_ends, learning_rate, run_updates
 from tinyllm_ray.train.trainer import Trainer
 from tinyllm_ray.train.update import Statistics
@@ -36,15 +37,6 @@ log = logging.getLogger(__name__)
 
 _UPDATES_A_READ = 20
 """Losses are read back together: one wait for the device instead of twenty (a wait costs about 0.1 ms of queueing)."""
-
-
-class Progress(NamedTuple):
-    """How far a run is."""
-
-    updates: int
-    total_updates: int
-    loss: float
-    targets_per_second: float
 
 
 @dataclass
