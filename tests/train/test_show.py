@@ -80,12 +80,12 @@ class TestLog:
         """The first ran at ten targets a second; the second, after other things, at a hundred."""
         first = [(float(at), Evaluating("subset", 10 * at, 100)) for at in range(11)]
         second = [(float(at), Evaluating("subset", 100 * (at - 50), 10_000)) for at in range(50, 61)]
-        other = [(float(at), Evaluating("validation", 1000 * (at - 60), 100_000)) for at in range(60, 71)]
+        other = [(float(at), Evaluating("validation", 1000 * (at - 59), 100_000)) for at in range(60, 71)]
         assert in_a_log(*first, *second, *other) == [
             "subset 100%  10 targets/s  0s left",
             "subset 0%",
             "subset 10%  100 targets/s  1m30s left",
-            "validation 10%  1,000 targets/s  1m30s left",
+            "validation 11%  1,000 targets/s  1m29s left",
         ]
 
     def test_promises_nothing_before_something_was_done(self) -> None:
@@ -105,8 +105,8 @@ class TestLog:
 
 class TestTerminal:
     def test_shows_what_the_start_does(self) -> None:
-        (bar,) = in_a_terminal((0, Starting("[a] model")), (1, COMPILING))
-        assert bar.startswith("starting: compiling the first update ")
+        (bar,) = in_a_terminal((0, COMPILING), (1, Starting("[bold] the model")))
+        assert bar.startswith("starting: [bold] the model ")
 
     def test_shows_training_and_its_time_left(self) -> None:
         (bar,) = in_a_terminal((0, COMPILING), (60, update(1)), (61, update(11)), (62, update(21)))
