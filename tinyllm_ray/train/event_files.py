@@ -25,11 +25,12 @@ class EventFiles:
     """Writes into `folder`, made where it is absent; every object has a file of its own, after those of earlier ones.
 
     `purge_step` is the first step a resumed run writes again: TensorBoard drops that step and all after it from the
-    files before. What goes wrong with the disk is logged once, as a warning, and from then on nothing is written.
+    files before (its fast loader does so tag by tag, when the tag is written again).
+    What goes wrong with the disk is logged once, as a warning, and from then on nothing is written.
     """
 
     def __init__(self, folder: Path, purge_step: int | None = None, clock: Clock = time.monotonic) -> None:
-        # Imported here: it costs a run that wants no event files nothing, and may be absent there.
+        # Imported here, so that a run without event files does not wait for it.
         from tensorboardX.proto.event_pb2 import Event, SessionLog
         from tensorboardX.proto.summary_pb2 import Summary
         from tensorboardX.record_writer import RecordWriter
