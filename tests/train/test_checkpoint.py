@@ -1,139 +1,396 @@
-"""Weights to disk and back, and what is refused."""
+"""One checkpoint: what comes back from it, what damage shows, and which recipes may go on from it."""
 
-import errno
+import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
+from checkpoint_states import CACHE, Training, equal
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tinyllm_ray.config import Config
 from tinyllm_ray.errors import ConfigError
-from tinyllm_ray.model.llama import Llama, initialize
-from tinyllm_ray.train.checkpoint import load_weights, save_weights
+from tinyllm_ray.measure.environment import source_identity
+from tinyllm_ray.train.checkpoint import Checkpoint, DamagedError, open_checkpoint, refuse_other_recipe
+from tinyllm_ray.train.checkpoints import find_checkpoint, save_checkpoint
 
 MakeConfig = Callable[..., Config]
 
+PROGRESS: dict[str, Any] = {
+    "step": 3,
+    "cursor": 2**40,
+    "seconds": 0.1,
+    "best": {"loss": 5.5, "epoch": 1},
+    "epochs": 1,
+    "pair": (1, "a"),
+    "list": [None, True, float("inf")],
+}
+
+
+@pytest.fixture(scope="module")
+def config(tiny: MakeConfig) -> Config:
+    return tiny()
+
+
+@pytest.fixture(scope="module")
+def trained(config: Config) -> Training:
+    return Training(config)
+
+
+@pytest.fixture(scope="module")
+def saved(trained: Training, config: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a checkpoint, which no test changes."""
+    run = tmp_path_factory.mktemp("run")
+    torch.manual_seed(7)
+    return save_checkpoint(run, 3, trained.model, trained.optimizer, PROGRESS, config, CACHE)
+
 
 @pytest.fixture
-def model(tiny: MakeConfig) -> Llama:
-    return initialize(tiny().model, seed=1)
+def copy(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / saved.name))
 
 
-@pytest.fixture
-def other(tiny: MakeConfig) -> Llama:
-    return initialize(tiny().model, seed=2)
+class TestRoundTrip:
+    def test_weights_moments_and_progress_come_back_bit_for_bit(
+        self, saved: Path, trained: Training, config: Config
+    ) -> None:
+        other = Training(config, updates=0, seed=2)
+        checkpoint = open_checkpoint(saved)
+        checkpoint.load_weights(other.model)
+        assert checkpoint.load_training(other.model, other.optimizer) == PROGRESS
+        assert equal(other.weights(), trained.weights())
+        assert equal(other.moments(), trained.moments())
+        assert len(other.moments()) == 3 * len(other.weights())
 
+    def test_what_was_restored_goes_on_like_the_one_that_was_saved(self, config: Config, tmp_path: Path) -> None:
+        unbroken, resumed = Training(config), Training(config, updates=1, seed=9)
+        save_checkpoint(tmp_path, 3, unbroken.model, unbroken.optimizer, {}, config, CACHE)
+        checkpoint = find_checkpoint(tmp_path)
+        checkpoint.load_weights(resumed.model)
+        checkpoint.load_training(resumed.model, resumed.optimizer)
+        resumed.updates = unbroken.updates
+        for _ in range(3):
+            unbroken.update()
+            resumed.update()
+        assert equal(resumed.weights(), unbroken.weights())
+        assert equal(resumed.moments(), unbroken.moments())
 
-def same(one: Llama, other: Llama) -> bool:
-    pairs = zip(one.parameters(), other.parameters(), strict=True)
-    return all(torch.equal(weight, twin) for weight, twin in pairs)
+    def test_random_numbers_go_on_where_they_were(self, config: Config, trained: Training, tmp_path: Path) -> None:
+        torch.manual_seed(11)
+        torch.rand(5)
+        save_checkpoint(tmp_path, 1, trained.model, trained.optimizer, {}, config, CACHE)
+        expected = torch.rand(5)
+        torch.manual_seed(0)
+        other = Training(config, updates=0)
+        find_checkpoint(tmp_path).load_training(other.model, other.optimizer)
+        assert torch.equal(torch.rand(5), expected)
 
+    def test_saving_changes_nothing_of_the_training(self, config: Config, tmp_path: Path) -> None:
+        training = Training(config)
+        weights, moments, random = training.weights(), training.moments(), torch.get_rng_state()
+        save_checkpoint(tmp_path, 3, training.model, training.optimizer, {}, config, CACHE)
+        assert equal(training.weights(), weights)
+        assert equal(training.moments(), moments)
+        assert torch.equal(torch.get_rng_state(), random)
 
-def test_weights_come_back_bit_for_bit(tmp_path: Path, model: Llama, other: Llama) -> None:
-    assert not same(model, other)
-    save_weights(model, tmp_path / "model.safetensors")
-    load_weights(other, tmp_path / "model.safetensors")
-    assert same(model, other)
-    assert os.listdir(tmp_path) == ["model.safetensors"]
+    def test_the_optimizers_own_tensors_stay_and_are_filled(self, saved: Path, config: Config) -> None:
+        """A compiled or captured update reads those it has seen, the learning rate among them."""
+        other = Training(config, updates=2, seed=4)
+        held = [group["lr"] for group in other.optimizer.param_groups]
+        held += [value for state in other.optimizer.state.values() for value in state.values()]
+        settings = [{**group, "params": None, "lr": None} for group in other.optimizer.param_groups]
+        open_checkpoint(saved).load_training(other.model, other.optimizer)
+        after = [group["lr"] for group in other.optimizer.param_groups]
+        after += [value for state in other.optimizer.state.values() for value in state.values()]
+        assert len(held) == len(after)
+        assert all(one is other for one, other in zip(held, after, strict=True))
+        assert [{**group, "params": None, "lr": None} for group in other.optimizer.param_groups] == settings
 
+    def test_restored_moments_are_no_views_of_the_file(self, copy: Path, config: Config) -> None:
+        """A checkpoint that retention removes must not take memory away from a run that resumed from it."""
+        other = Training(config, updates=0)
+        open_checkpoint(copy).load_training(other.model, other.optimizer)
+        before = other.moments()
+        with (copy / "training.pt").open("r+b") as file:  # in place: a mapping of the file would show it
+            file.write(b"\xff" * (copy / "training.pt").stat().st_size)
+        assert equal(other.moments(), before)
 
-def test_the_file_holds_the_weights_under_the_models_own_names(tmp_path: Path, model: Llama) -> None:
-    save_weights(model, tmp_path / "model.safetensors")
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        assert set(file.keys()) == {name for name, _ in model.named_parameters()}
-        assert file.metadata() == {"format": "pt"}
+    def test_an_optimizer_without_state_comes_back_without(self, config: Config, tmp_path: Path) -> None:
+        fresh, other = Training(config, updates=0), Training(config, updates=2)
+        save_checkpoint(tmp_path, 0, fresh.model, fresh.optimizer, {}, config, CACHE)
+        find_checkpoint(tmp_path).load_training(other.model, other.optimizer)
+        assert other.moments() == {}
 
+    @pytest.mark.parametrize("compiled_first", [True, False])
+    def test_a_compiled_models_checkpoint_is_the_same(
+        self, config: Config, saved: Path, tmp_path: Path, compiled_first: bool
+    ) -> None:
+        one, other = Training(config), Training(config, updates=0, seed=3)
+        wrapped, plain = torch.compile(one.model), one.model
+        torch.manual_seed(7)
+        saver, loader = (wrapped, other.model) if compiled_first else (plain, torch.compile(other.model))
+        save_checkpoint(tmp_path, 3, saver, one.optimizer, PROGRESS, config, CACHE)
+        assert find_checkpoint(tmp_path).manifest.files == open_checkpoint(saved).manifest.files
+        find_checkpoint(tmp_path).load_weights(loader)
+        find_checkpoint(tmp_path).load_training(loader, other.optimizer)
+        assert equal(other.weights(), one.weights())
+        assert equal(other.moments(), one.moments())
 
-def test_loading_fills_the_weights_an_optimizer_holds(tmp_path: Path, model: Llama, other: Llama) -> None:
-    held = list(other.parameters())
-    save_weights(model, tmp_path / "model.safetensors")
-    load_weights(other, tmp_path / "model.safetensors")
-    assert all(weight is before for weight, before in zip(other.parameters(), held, strict=True))
-    assert all(weight.requires_grad for weight in held)
+    def test_the_state_is_named_by_parameter(self, saved: Path, trained: Training) -> None:
+        stored = torch.load(saved / "training.pt", weights_only=True)
+        assert stored.keys() == {"optimizer", "random", "progress"}
+        assert stored["optimizer"].keys() == trained.weights().keys()
+        assert stored["optimizer"]["embedding.weight"].keys() == {"step", "exp_avg", "exp_avg_sq"}
 
+    def test_weights_alone_can_be_loaded_but_not_gone_on_from(
+        self, config: Config, trained: Training, tmp_path: Path
+    ) -> None:
+        path = save_checkpoint(tmp_path, 5, trained.model, None, {}, config, CACHE)
+        assert sorted(os.listdir(path)) == ["checkpoint.json", "model.safetensors"]
+        other = Training(config, updates=0, seed=2)
+        checkpoint = find_checkpoint(tmp_path)
+        assert not checkpoint.has_training
+        checkpoint.load_weights(other.model)
+        assert equal(other.weights(), trained.weights())
+        with pytest.raises(ConfigError, match="step-00000005: holds weights only") as error:
+            checkpoint.load_training(other.model, other.optimizer)
+        assert "\n" not in str(error.value)
 
-@pytest.mark.parametrize("change", [{"layers": 1}, {"layers": 3}, {"ffn": 40}, {"vocab_size": 60}])
-def test_another_model_is_refused_and_nothing_changed(
-    tmp_path: Path, tiny: MakeConfig, model: Llama, change: dict[str, int]
-) -> None:
-    wrong, untouched = (initialize(tiny(model=change).model, seed=3) for _ in range(2))
-    save_weights(model, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match="holds another model"):
-        load_weights(wrong, tmp_path / "model.safetensors")
-    assert same(wrong, untouched)
+    @pytest.mark.parametrize(
+        "change", [{"layers": 1}, {"ffn": 40}, {"width": 16}], ids=["fewer layers", "narrower", "other width"]
+    )
+    def test_another_models_state_is_refused_and_changes_nothing(
+        self, saved: Path, tiny: MakeConfig, change: dict[str, int]
+    ) -> None:
+        other = Training(tiny(model=change), updates=2)
+        moments, random = other.moments(), torch.get_rng_state()
+        with pytest.raises(ConfigError, match=r"training\.pt: holds another model's state: .*blocks\.|embedding"):
+            open_checkpoint(saved).load_training(other.model, other.optimizer)
+        assert equal(other.moments(), moments)
+        assert torch.equal(torch.get_rng_state(), random)
 
-
-def test_a_missing_file_is_the_users_mistake(tmp_path: Path, model: Llama) -> None:
-    with pytest.raises(ConfigError, match="no such checkpoint"):
-        load_weights(model, tmp_path / "model.safetensors")
+    def test_an_update_on_the_host_counts_its_steps_on_the_host(self, saved: Path, config: Config) -> None:
+        """PyTorch refuses a count on another device than the kind of update expects."""
+        other = Training(config, updates=0)
+        plain = torch.optim.AdamW(other.model.parameters(), lr=0.1, foreach=True)
+        open_checkpoint(saved).load_training(other.model, plain)
+        other.optimizer = plain
+        assert {str(state["step"].device) for state in plain.state.values()} == {"cpu"}
+        for weight in other.model.parameters():
+            weight.grad = torch.ones_like(weight)
+        plain.step()
+        assert {state["step"].item() for state in plain.state.values()} == {4.0}
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda data: data[:-1], lambda data: data[:100], lambda data: b"", lambda data: b"{}"]
+    "value", [np.float64(1.0), np.int64(1), Path("a"), {1}, torch.zeros(1), {"a": [np.float32(0)]}]
 )
-def test_a_damaged_file_is_the_users_mistake(tmp_path: Path, model: Llama, damage: Callable[[bytes], bytes]) -> None:
-    path = tmp_path / "model.safetensors"
-    save_weights(model, path)
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ConfigError, match=r"model\.safetensors"):
-        load_weights(model, path)
+def test_a_progress_that_could_not_be_loaded_is_not_written(
+    value: Any, trained: Training, config: Config, tmp_path: Path
+) -> None:
+    with pytest.raises(TypeError, match=r"progress\['value'\]"):
+        save_checkpoint(tmp_path, 1, trained.model, trained.optimizer, {"value": value}, config, CACHE)
+    assert os.listdir(tmp_path / "checkpoints") == [".lock"]
 
 
-class TestFailedWrite:
-    """The previous checkpoint stays whole, and no part of the new one is left."""
+def test_the_manifest_says_what_the_files_belong_to(saved: Path, config: Config) -> None:
+    manifest = json.loads((saved / "checkpoint.json").read_text())
+    assert (manifest["schema_version"], manifest["step"]) == (1, 3)
+    assert manifest["config"] == config.model_dump(mode="json")
+    assert (manifest["recipe_identity"], manifest["cache_identity"]) == (config.recipe_identity, CACHE)
+    assert manifest["source"]["sha256"] == source_identity().sha256
+    assert manifest["torch"] == torch.__version__
+    assert {name: entry["bytes"] for name, entry in manifest["files"].items()} == {
+        name: (saved / name).stat().st_size for name in ("model.safetensors", "training.pt")
+    }
+    assert open_checkpoint(saved).config == config
 
-    @pytest.fixture
-    def path(self, tmp_path: Path, model: Llama) -> Path:
-        save_weights(model, tmp_path / "model.safetensors")
-        return tmp_path / "model.safetensors"
 
-    def check(self, path: Path, model: Llama, other: Llama) -> None:
-        with pytest.raises(OSError, match="No space left"):
-            save_weights(other, path)
-        assert os.listdir(path.parent) == [path.name]
-        load_weights(other, path)
-        assert same(model, other)
+class TestDamage:
+    """Whatever is wrong with a file is seen, and said with the file's name."""
 
-    def test_disk_full_while_writing(
-        self, path: Path, model: Llama, other: Llama, monkeypatch: pytest.MonkeyPatch
+    NAMES = ("model.safetensors", "training.pt", "checkpoint.json")
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_a_missing_file(self, copy: Path, name: str) -> None:
+        (copy / name).unlink()
+        with pytest.raises(DamagedError, match=f"{copy / name}: cannot be read: No such file"):
+            open_checkpoint(copy)
+
+    @pytest.mark.parametrize("name", NAMES)
+    @pytest.mark.parametrize("left", [0, 1, 100, -1])
+    def test_a_truncated_file(self, copy: Path, name: str, left: int) -> None:
+        data = (copy / name).read_bytes()
+        # The manifest's last byte is a newline, which is no content.
+        (copy / name).write_bytes(data[: left if left >= 0 or name != "checkpoint.json" else -2])
+        with pytest.raises(DamagedError, match=str(copy / name)):
+            open_checkpoint(copy)
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_a_file_that_grew(self, copy: Path, name: str) -> None:
+        with (copy / name).open("ab") as file:
+            file.write(b"x")
+        with pytest.raises(DamagedError, match=str(copy / name)):
+            open_checkpoint(copy)
+
+    @settings(max_examples=60, deadline=None)
+    @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), name=st.sampled_from(NAMES[:2]))
+    def test_a_flipped_bit_anywhere(self, saved: Path, where: float, bit: int, name: str) -> None:
+        path = saved / name
+        data = path.read_bytes()
+        flipped = bytearray(data)
+        flipped[int(where * len(data))] ^= 1 << bit
+        path.write_bytes(flipped)
+        try:
+            with pytest.raises(DamagedError, match=f"{path}: is damaged: its SHA-256"):
+                open_checkpoint(saved)
+            assert open_checkpoint(saved, checksums=False).step == 3
+        finally:
+            path.write_bytes(data)
+
+    @settings(max_examples=100, deadline=None)
+    @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+    def test_a_flipped_bit_of_the_manifest_never_changes_what_it_says(
+        self, saved: Path, where: float, bit: int
     ) -> None:
-        whole = Path.open
+        path = saved / "checkpoint.json"
+        data = path.read_bytes()
+        flipped = bytearray(data)
+        flipped[int(where * len(data))] ^= 1 << bit
+        path.write_bytes(flipped)
+        try:
+            manifest = open_checkpoint(saved).manifest
+        except DamagedError:
+            return
+        finally:
+            path.write_bytes(data)
+        assert manifest == open_checkpoint(saved).manifest  # one white space for another
 
-        def short(self: Path, *arguments: Any, **keywords: Any) -> Any:
-            file = whole(self, *arguments, **keywords)
-            if "w" in (arguments or ("r",))[0]:
-                return Full(file)
-            return file
+    @pytest.mark.parametrize(
+        "junk", [b"", b"junk", b"\x00" * 500, b"\xff\xfe", b"null", b"[]", b"{}", b'"a"', b"[" * 100_000, b"NaN"]
+    )
+    def test_a_manifest_of_junk(self, copy: Path, junk: bytes) -> None:
+        (copy / "checkpoint.json").write_bytes(junk)
+        with pytest.raises(DamagedError, match=r"checkpoint\.json: is damaged") as error:
+            open_checkpoint(copy)
+        assert "\n" not in str(error.value)
 
-        monkeypatch.setattr(Path, "open", short)
-        self.check(path, model, other)
+    @pytest.mark.parametrize("name", NAMES)
+    def test_a_folder_in_a_files_place(self, copy: Path, name: str) -> None:
+        (copy / name).unlink()
+        (copy / name).mkdir()
+        with pytest.raises(DamagedError, match=str(copy / name)):
+            open_checkpoint(copy)
 
-    def test_disk_full_while_flushing(
-        self, path: Path, model: Llama, other: Llama, monkeypatch: pytest.MonkeyPatch
+    def test_a_setting_changed_by_hand(self, copy: Path) -> None:
+        path = copy / "checkpoint.json"
+        path.write_text(path.read_text().replace('"micro_batch_size": 4', '"micro_batch_size": 8'))
+        with pytest.raises(DamagedError, match=r"checkpoint\.json: is damaged: its content"):
+            open_checkpoint(copy)
+
+    def test_a_later_schema_is_named(self, copy: Path) -> None:
+        values = json.loads((copy / "checkpoint.json").read_text())
+        (copy / "checkpoint.json").write_text(json.dumps(values | {"schema_version": 2, "more": 1}))
+        with pytest.raises(DamagedError, match="has schema_version 2, this version reads 1"):
+            open_checkpoint(copy)
+
+    def test_no_code_is_run_from_a_file(self, saved: Path, tmp_path: Path, config: Config) -> None:
+        """Whoever writes a file can write its checksum too, so nothing but data is ever unpickled."""
+        marker = tmp_path / "ran"
+        torch.save({"progress": Runs(marker)}, tmp_path / "training.pt")
+        checkpoint, other = Checkpoint(tmp_path, open_checkpoint(saved).manifest), Training(config, updates=0)
+        with pytest.raises(ConfigError, match=r"training\.pt: cannot be read"):
+            checkpoint.load_training(other.model, other.optimizer)
+        assert not marker.exists()
+
+
+class Runs:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self._marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self._marker),)
+
+
+class TestOtherRecipe:
+    def refusal(self, saved: Path, config: Config, cache: str = CACHE) -> str:
+        with pytest.raises(ConfigError) as error:
+            refuse_other_recipe(open_checkpoint(saved), config, cache)
+        message = str(error.value)
+        assert message.startswith(f"{saved}: was written by another recipe: ")
+        assert "\n" not in message
+        return message
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {},
+            {"execution": {"micro_batch_size": 2, "update": "compiled", "prefetch_depth": 0}},
+            {"evaluation_execution": {"micro_batch_size": 2}},
+            {"output": {"checkpoint": "none", "keep_checkpoints": None}},
+            {"data": {"cache": "/elsewhere"}},
+            {"training": {"max_updates": 7}},
+        ],
+    )
+    def test_what_is_not_the_recipe_may_differ(
+        self, saved: Path, tiny: MakeConfig, change: dict[str, dict[str, Any]]
     ) -> None:
-        def full(descriptor: int) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
+        refuse_other_recipe(open_checkpoint(saved), tiny(**change), CACHE)
 
-        monkeypatch.setattr(os, "fsync", full)
-        self.check(path, model, other)
+    def test_every_setting_that_differs_is_named_with_both_values(self, saved: Path, tiny: MakeConfig) -> None:
+        config = tiny(
+            optimizer={"betas": [0.8, 0.95], "gradient_clip": None},
+            training={"seed": 43, "max_updates": 3},
+            evaluation={"subset_blocks": 9},
+        )
+        message = self.refusal(saved, config)
+        for difference in (
+            "optimizer.betas [0.9, 0.95], asked [0.8, 0.95]",
+            "optimizer.gradient_clip 1.0, asked null",
+            "training.seed 42, asked 43",
+            "evaluation.subset_blocks 8, asked 9",
+        ):
+            assert difference in message
+        assert message.count("asked") == 4
+
+    def test_another_token_cache_is_named_with_both_identities(self, saved: Path, config: Config) -> None:
+        message = self.refusal(saved, config, "d" * 64)
+        assert f"token cache {CACHE}, asked {'d' * 64}" in message
+        assert message.count("asked") == 1
 
 
-class Full:
-    """A file that takes half of what it is given."""
+@pytest.mark.gpu
+class TestDevices:
+    """A run may go on where another device is."""
 
-    def __init__(self, file: Any) -> None:
-        self._file = file
+    @pytest.mark.parametrize(("before", "after"), [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")])
+    def test_weights_and_moments_move_between_devices_bit_for_bit(
+        self, config: Config, tmp_path: Path, before: str, after: str
+    ) -> None:
+        one, other = Training(config, device=before), Training(config, updates=0, seed=2, device=after)
+        save_checkpoint(tmp_path, 3, one.model, one.optimizer, PROGRESS, config, CACHE)
+        find_checkpoint(tmp_path).load_weights(other.model)
+        assert find_checkpoint(tmp_path).load_training(other.model, other.optimizer) == PROGRESS
+        assert equal(other.weights(), one.weights())
+        assert equal(other.moments(), one.moments())
+        states = other.optimizer.state.values()
+        assert {value.device.type for state in states for value in state.values()} == {after}
+        other.updates = 3
+        other.update()
 
-    def __enter__(self) -> "Full":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._file.close()
-
-    def write(self, data: bytes) -> None:
-        self._file.write(data[: len(data) // 2])
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def test_the_devices_random_numbers_go_on_where_they_were(self, config: Config, tmp_path: Path) -> None:
+        training = Training(config, device="cuda")
+        torch.rand(5, device="cuda")
+        save_checkpoint(tmp_path, 3, training.model, training.optimizer, {}, config, CACHE)
+        expected = torch.rand(5, device="cuda")
+        torch.cuda.manual_seed(0)
+        find_checkpoint(tmp_path).load_training(training.model, training.optimizer)
+        assert torch.equal(torch.rand(5, device="cuda"), expected)

@@ -17,11 +17,11 @@ from tinyllm_ray.data.loader import subset_batches, validation_batches
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.model.llama import Llama, initialize
 from tinyllm_ray.train.__main__ import main
-from tinyllm_ray.train.checkpoint import load_weights
 from tinyllm_ray.train.evaluate import evaluate
 from tinyllm_ray.train.progress import Progress
 from tinyllm_ray.train.recipe import learning_rate
-from tinyllm_ray.train.run import Run, prepare_folder
+from tinyllm_ray.train.run import Progress, Run, prepare_folder
+from tinyllm_ray.train.weights import load_weights
 
 MakeConfig = Callable[..., Config]
 

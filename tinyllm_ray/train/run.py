@@ -26,12 +26,12 @@ from tinyllm_ray.data.loader import subset_batches, validation_batches
 from tinyllm_ray.errors import EXIT_DONE, EXIT_NO_RESULT, ConfigError
 from tinyllm_ray.measure.environment import collect_environment, source_identity
 from tinyllm_ray.measure.memory import peak_memory
-from tinyllm_ray.train.checkpoint import save_weights
 from tinyllm_ray.train.evaluate import evaluate
 from tinyllm_ray.train.progress import Progress
 from tinyllm_ray.train.recipe import epoch_ends, learning_rate, run_updates
 from tinyllm_ray.train.trainer import Trainer
 from tinyllm_ray.train.update import Statistics
+from tinyllm_ray.train.weights import save_weights
 
 log = logging.getLogger(__name__)
 

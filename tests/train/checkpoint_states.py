@@ -1,0 +1,46 @@
+"""Models in training for the tests of checkpoints, and what is compared of them."""
+
+from typing import Any
+
+import torch
+
+from tinyllm_ray.config import Config
+from tinyllm_ray.model.llama import Llama, initialize
+from tinyllm_ray.train.optimizer import build_optimizer, set_learning_rate
+
+CACHE = "c" * 64
+
+
+class Training:
+    """A model and its optimizer after some updates whose gradients depend on `seed` and the update."""
+
+    def __init__(self, config: Config, updates: int = 3, seed: int = 1, device: str = "cpu") -> None:
+        self.config = config
+        self.updates = 0
+        self.model: Llama = initialize(config.model, seed).to(device)
+        self.optimizer = build_optimizer(self.model, config.optimizer, torch.device(device))
+        for _ in range(updates):
+            self.update(seed)
+
+    def update(self, seed: int = 1) -> None:
+        generator = torch.Generator().manual_seed(1000 * seed + self.updates)
+        set_learning_rate(self.optimizer, 0.01)
+        for weight in self.model.parameters():
+            weight.grad = torch.randn(weight.shape, generator=generator).to(weight.device)
+        self.optimizer.step()
+        self.updates += 1
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: weight.detach().cpu().clone() for name, weight in self.model.named_parameters()}
+
+    def moments(self) -> dict[str, Any]:
+        return {
+            f"{name} {key}": value.detach().cpu().clone()
+            for name, weight in self.model.named_parameters()
+            for key, value in self.optimizer.state.get(weight, {}).items()
+        }
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Whether both hold the same names and the same bits."""
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
