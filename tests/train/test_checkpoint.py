@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_states import CACHE, Training, equal
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tinyllm_ray.config import Config
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.measure.environment import source_identity
-from tinyllm_ray.train.checkpoint import Checkpoint, DamagedError, open_checkpoint, refuse_other_recipe
+from tinyllm_ray.train.checkpoint import open_checkpoint
 from tinyllm_ray.train.checkpoints import find_checkpoint, save_checkpoint
 
 MakeConfig = Callable[..., Config]
@@ -210,161 +208,6 @@ def test_the_manifest_says_what_the_files_belong_to(saved: Path, config: Config)
         name: (saved / name).stat().st_size for name in ("model.safetensors", "training.pt")
     }
     assert open_checkpoint(saved).config == config
-
-
-class TestDamage:
-    """Whatever is wrong with a file is seen, and said with the file's name."""
-
-    NAMES = ("model.safetensors", "training.pt", "checkpoint.json")
-
-    @pytest.mark.parametrize("name", NAMES)
-    def test_a_missing_file(self, copy: Path, name: str) -> None:
-        (copy / name).unlink()
-        with pytest.raises(DamagedError, match=f"{copy / name}: cannot be read: No such file"):
-            open_checkpoint(copy)
-
-    @pytest.mark.parametrize("name", NAMES)
-    @pytest.mark.parametrize("left", [0, 1, 100, -1])
-    def test_a_truncated_file(self, copy: Path, name: str, left: int) -> None:
-        data = (copy / name).read_bytes()
-        # The manifest's last byte is a newline, which is no content.
-        (copy / name).write_bytes(data[: left if left >= 0 or name != "checkpoint.json" else -2])
-        with pytest.raises(DamagedError, match=str(copy / name)):
-            open_checkpoint(copy)
-
-    @pytest.mark.parametrize("name", NAMES)
-    def test_a_file_that_grew(self, copy: Path, name: str) -> None:
-        with (copy / name).open("ab") as file:
-            file.write(b"x")
-        with pytest.raises(DamagedError, match=str(copy / name)):
-            open_checkpoint(copy)
-
-    @settings(max_examples=60, deadline=None)
-    @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), name=st.sampled_from(NAMES[:2]))
-    def test_a_flipped_bit_anywhere(self, saved: Path, where: float, bit: int, name: str) -> None:
-        path = saved / name
-        data = path.read_bytes()
-        flipped = bytearray(data)
-        flipped[int(where * len(data))] ^= 1 << bit
-        path.write_bytes(flipped)
-        try:
-            with pytest.raises(DamagedError, match=f"{path}: is damaged: its SHA-256"):
-                open_checkpoint(saved)
-            assert open_checkpoint(saved, checksums=False).step == 3
-        finally:
-            path.write_bytes(data)
-
-    @settings(max_examples=100, deadline=None)
-    @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
-    def test_a_flipped_bit_of_the_manifest_never_changes_what_it_says(
-        self, saved: Path, where: float, bit: int
-    ) -> None:
-        path = saved / "checkpoint.json"
-        data = path.read_bytes()
-        flipped = bytearray(data)
-        flipped[int(where * len(data))] ^= 1 << bit
-        path.write_bytes(flipped)
-        try:
-            manifest = open_checkpoint(saved).manifest
-        except DamagedError:
-            return
-        finally:
-            path.write_bytes(data)
-        assert manifest == open_checkpoint(saved).manifest  # one white space for another
-
-    @pytest.mark.parametrize(
-        "junk", [b"", b"junk", b"\x00" * 500, b"\xff\xfe", b"null", b"[]", b"{}", b'"a"', b"[" * 100_000, b"NaN"]
-    )
-    def test_a_manifest_of_junk(self, copy: Path, junk: bytes) -> None:
-        (copy / "checkpoint.json").write_bytes(junk)
-        with pytest.raises(DamagedError, match=r"checkpoint\.json: is damaged") as error:
-            open_checkpoint(copy)
-        assert "\n" not in str(error.value)
-
-    @pytest.mark.parametrize("name", NAMES)
-    def test_a_folder_in_a_files_place(self, copy: Path, name: str) -> None:
-        (copy / name).unlink()
-        (copy / name).mkdir()
-        with pytest.raises(DamagedError, match=str(copy / name)):
-            open_checkpoint(copy)
-
-    def test_a_setting_changed_by_hand(self, copy: Path) -> None:
-        path = copy / "checkpoint.json"
-        path.write_text(path.read_text().replace('"micro_batch_size": 4', '"micro_batch_size": 8'))
-        with pytest.raises(DamagedError, match=r"checkpoint\.json: is damaged: its content"):
-            open_checkpoint(copy)
-
-    def test_a_later_schema_is_named(self, copy: Path) -> None:
-        values = json.loads((copy / "checkpoint.json").read_text())
-        (copy / "checkpoint.json").write_text(json.dumps(values | {"schema_version": 2, "more": 1}))
-        with pytest.raises(DamagedError, match="has schema_version 2, this version reads 1"):
-            open_checkpoint(copy)
-
-    def test_no_code_is_run_from_a_file(self, saved: Path, tmp_path: Path, config: Config) -> None:
-        """Whoever writes a file can write its checksum too, so nothing but data is ever unpickled."""
-        marker = tmp_path / "ran"
-        torch.save({"progress": Runs(marker)}, tmp_path / "training.pt")
-        checkpoint, other = Checkpoint(tmp_path, open_checkpoint(saved).manifest), Training(config, updates=0)
-        with pytest.raises(ConfigError, match=r"training\.pt: cannot be read"):
-            checkpoint.load_training(other.model, other.optimizer)
-        assert not marker.exists()
-
-
-class Runs:
-    """Makes a file where it is unpickled."""
-
-    def __init__(self, marker: Path) -> None:
-        self._marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self._marker),)
-
-
-class TestOtherRecipe:
-    def refusal(self, saved: Path, config: Config, cache: str = CACHE) -> str:
-        with pytest.raises(ConfigError) as error:
-            refuse_other_recipe(open_checkpoint(saved), config, cache)
-        message = str(error.value)
-        assert message.startswith(f"{saved}: was written by another recipe: ")
-        assert "\n" not in message
-        return message
-
-    @pytest.mark.parametrize(
-        "change",
-        [
-            {},
-            {"execution": {"micro_batch_size": 2, "update": "compiled", "prefetch_depth": 0}},
-            {"evaluation_execution": {"micro_batch_size": 2}},
-            {"output": {"checkpoint": "none", "keep_checkpoints": None}},
-            {"data": {"cache": "/elsewhere"}},
-            {"training": {"max_updates": 7}},
-        ],
-    )
-    def test_what_is_not_the_recipe_may_differ(
-        self, saved: Path, tiny: MakeConfig, change: dict[str, dict[str, Any]]
-    ) -> None:
-        refuse_other_recipe(open_checkpoint(saved), tiny(**change), CACHE)
-
-    def test_every_setting_that_differs_is_named_with_both_values(self, saved: Path, tiny: MakeConfig) -> None:
-        config = tiny(
-            optimizer={"betas": [0.8, 0.95], "gradient_clip": None},
-            training={"seed": 43, "max_updates": 3},
-            evaluation={"subset_blocks": 9},
-        )
-        message = self.refusal(saved, config)
-        for difference in (
-            "optimizer.betas [0.9, 0.95], asked [0.8, 0.95]",
-            "optimizer.gradient_clip 1.0, asked null",
-            "training.seed 42, asked 43",
-            "evaluation.subset_blocks 8, asked 9",
-        ):
-            assert difference in message
-        assert message.count("asked") == 4
-
-    def test_another_token_cache_is_named_with_both_identities(self, saved: Path, config: Config) -> None:
-        message = self.refusal(saved, config, "d" * 64)
-        assert f"token cache {CACHE}, asked {'d' * 64}" in message
-        assert message.count("asked") == 1
 
 
 @pytest.mark.gpu

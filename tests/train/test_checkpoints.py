@@ -1,14 +1,10 @@
 """A run's folder of checkpoints: what is found, what stays, and what a write that fails leaves."""
 
-import contextlib
-import json
 import logging
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +17,7 @@ from tinyllm_ray.config import Config
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.train.checkpoint import DamagedError
 from tinyllm_ray.train.checkpoints import find_checkpoint, find_weights, prune, save_checkpoint
-from tinyllm_ray.train.weights import CheckpointWriteError, load_weights
+from tinyllm_ray.train.weights import load_weights
 
 MakeConfig = Callable[..., Config]
 Save = Callable[[int], Path]
@@ -267,123 +263,3 @@ class TestPrune:
             else:
                 stay = {*always, *wanted, *(step for step in states if step > wanted[0])}
                 assert sorted(removed) == sorted(set(states) - stay)
-
-
-class TestFailedWrite:
-    """One error that says so; the earlier checkpoint is as it was, and nothing else is there."""
-
-    @pytest.fixture
-    def fail(self, config: Config, tmp_path: Path) -> Callable[..., Any]:
-        """Runs `failing_savers.py` on the run's folder `tmp_path / "run"`."""
-
-        def run(kind: str, *prefix: str) -> Any:
-            (tmp_path / "run").mkdir()
-            (tmp_path / "config.yaml").write_text(config.to_yaml())
-            program = [sys.executable, str(Path(__file__).with_name("failing_savers.py"))]
-            done = subprocess.run(
-                [*prefix, *program, kind, str(tmp_path / "run"), str(tmp_path / "config.yaml")],
-                capture_output=True,
-                text=True,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-            )
-            assert done.returncode == 0, done.stderr
-            return json.loads(done.stdout)
-
-        return run
-
-    def test_a_file_that_cannot_grow_at_any_place(self, fail: Callable[..., Any], tmp_path: Path) -> None:
-        result = fail("limit")
-        assert len(result["errors"]) > 9
-        assert all("step-00000002: not written: " in error for error in result["errors"])
-        assert all("File too large" in error for error in result["errors"])
-        assert result["left"] == [".lock", "step-00000001"]
-        assert find_checkpoint(tmp_path / "run").step == 2
-
-    def test_a_disk_that_fills_at_any_page(self, fail: Callable[..., Any]) -> None:
-        namespace = ["unshare", "--user", "--map-root-user", "--mount"]
-        try:
-            subprocess.run([*namespace, "mount", "-t", "tmpfs", "tmpfs", "/mnt"], check=True, capture_output=True)
-        except (OSError, subprocess.CalledProcessError):
-            pytest.skip("no file system can be mounted here")
-        result = fail("disk", *namespace)
-        assert len(result["errors"]) > 50
-        assert all("step-00000002: not written: " in error for error in result["errors"])
-        assert all("No space left" in error for error in result["errors"])
-        assert result["left"] == [".lock", "step-00000001"]
-
-    def test_a_run_whose_folder_was_removed_is_not_brought_back(self, save: Save, tmp_path: Path) -> None:
-        save(1)
-        shutil.rmtree(tmp_path)
-        with pytest.raises(CheckpointWriteError, match=r"step-00000002: not written: .*No such file"):
-            save(2)
-        assert not tmp_path.exists()
-
-    @pytest.mark.parametrize("removed", [".", "checkpoints"])
-    def test_a_folder_that_is_removed_on_the_way(
-        self, save: Save, tmp_path: Path, removed: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        save(1)
-        whole = os.fsync
-        calls = []
-
-        def remove_then_sync(descriptor: int) -> None:
-            calls.append(descriptor)
-            if len(calls) == 2:
-                shutil.rmtree(tmp_path / removed)
-            whole(descriptor)
-
-        monkeypatch.setattr(os, "fsync", remove_then_sync)
-        with pytest.raises(CheckpointWriteError, match="No such file"):
-            save(2)
-        assert not (tmp_path / "checkpoints").exists()
-
-    def test_a_folder_that_cannot_be_written(self, config: Config, trained: Training) -> None:
-        with as_nobody():
-            run = Path(tempfile.mkdtemp(dir="/tmp"))
-            try:
-                path = save_checkpoint(run, 1, trained.model, trained.optimizer, {}, config, CACHE)
-                path.parent.chmod(0o500)
-                with pytest.raises(CheckpointWriteError, match="Permission denied"):
-                    save_checkpoint(run, 2, trained.model, trained.optimizer, {}, config, CACHE)
-                assert names(run) == [".lock", "step-00000001"]
-                assert find_checkpoint(run).step == 1
-                path.parent.chmod(0o700)
-                save_checkpoint(run, 0, trained.model, trained.optimizer, {}, config, CACHE)
-                path.parent.chmod(0o500)
-                with pytest.raises(CheckpointWriteError, match=r"step-00000000: not removed: .*Permission denied"):
-                    prune(run, 1)
-                assert steps(run) == [0, 1]
-            finally:
-                path.parent.chmod(0o700)
-                shutil.rmtree(run)
-
-    def test_a_file_in_the_folders_place(self, save: Save, tmp_path: Path) -> None:
-        (tmp_path / "checkpoints").touch()
-        with pytest.raises(CheckpointWriteError, match="File exists"):
-            save(1)
-
-    def test_what_ends_the_program_amid_a_write_leaves_nothing_either(
-        self, save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        save(1)
-
-        def interrupt(descriptor: int) -> None:
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(os, "fsync", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            save(2)
-        assert names(tmp_path) == [".lock", "step-00000001"]
-
-
-@contextlib.contextmanager
-def as_nobody() -> Iterator[None]:
-    """Permissions do not bind root, so root takes another user's rights meanwhile."""
-    if os.geteuid():
-        yield
-        return
-    os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)

@@ -246,35 +246,3 @@ def _check_plain(value: Any, where: str) -> None:
             _check_plain(inner, f"{where}[{index}]")
     elif type(value) not in _PLAIN:
         raise TypeError(f"{where} is of type {type(value).__name__}, which no checkpoint holds; give plain values")
-
-
-def refuse_other_recipe(checkpoint: Checkpoint, config: Config, cache_identity: str) -> None:
-    """Raises ConfigError naming every setting of the recipe in which `config` differs, and a different token cache.
-
-    How a recipe is executed, what it leaves, where its cache lies and where a run is cut are free.
-    """
-    stored, asked = _settings(checkpoint.config.recipe), _settings(config.recipe)
-    different = [
-        f"{key} {_shown(stored, key)}, asked {_shown(asked, key)}"
-        for key in sorted(stored.keys() | asked.keys())
-        if (key in stored, stored.get(key)) != (key in asked, asked.get(key))
-    ]
-    if checkpoint.manifest.cache_identity != cache_identity:
-        different.append(f"token cache {checkpoint.manifest.cache_identity}, asked {cache_identity}")
-    if different:
-        raise ConfigError(
-            f"{checkpoint.path}: was written by another recipe: {'; '.join(different)}; "
-            "ask for the stored values, or start a run of its own"
-        )
-
-
-def _settings(recipe: dict[str, Any]) -> dict[str, Any]:
-    return {f"{section}.{key}": value for section, values in recipe.items() for key, value in values.items()}
-
-
-def _shown(settings: dict[str, Any], key: str) -> str:
-    return _shortened(json.dumps(settings[key])) if key in settings else "nothing"
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:57]}..."
