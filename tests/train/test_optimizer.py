@@ -8,7 +8,7 @@ from torch import nn
 
 from tinyllm_ray.model.llama import Llama, initialize
 from tinyllm_ray.sections import ModelConfig, OptimizerConfig
-from tinyllm_ray.train.optimizer import build_optimizer, clip_gradients, set_learning_rate
+from tinyllm_ray.train.optimizer import build_optimizer, clip_gradients, set_learning_rate, skip_steps_where
 
 CPU = torch.device("cpu")
 
@@ -50,6 +50,27 @@ def test_the_rate_is_set_in_place_for_every_group(model: Llama) -> None:
     for group, tensor in zip(optimizer.param_groups, tensors, strict=True):
         assert group["lr"] is tensor
         assert tensor.item() == 0.125
+
+
+@pytest.mark.parametrize("gradient", [1.0, math.nan, math.inf])
+def test_a_step_that_is_to_be_skipped_changes_no_bit(model: Llama, gradient: float) -> None:
+    optimizer = build_optimizer(model, settings(weight_decay=0.25), CPU)
+    set_learning_rate(optimizer, 0.5)
+    flag = torch.zeros(())
+    skip_steps_where(optimizer, flag)
+
+    def step(value: float) -> list[torch.Tensor]:
+        for weight in model.parameters():
+            weight.grad = torch.full_like(weight, value)
+        optimizer.step()
+        held = [tensor for state in optimizer.state.values() for tensor in state.values()]
+        return [tensor.detach().clone() for tensor in (*model.parameters(), *held)]
+
+    first = step(1.0)
+    flag.fill_(1.0)
+    assert all(map(torch.equal, step(gradient), first))
+    flag.zero_()
+    assert not any(map(torch.equal, step(1.0), first))
 
 
 class TestClip:

@@ -1,7 +1,8 @@
 """The trainer on tokens and on one synthetic batch."""
 
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -81,6 +82,65 @@ def test_start_is_told_by_stage(tiny: MakeConfig, tiny_cache: TokenCache) -> Non
 def test_a_cache_with_more_ids_than_the_model_is_refused(tiny: MakeConfig, tiny_cache: TokenCache) -> None:
     with pytest.raises(ConfigError, match=r"set model\.vocab_size=61"):
         Trainer(tiny(model={"vocab_size": 60}), tiny_cache)
+
+
+class TestDeterminism:
+    """Promised where the execution asks for it, and gone with the trainer."""
+
+    @pytest.fixture(autouse=True)
+    def _settings(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+        assert not torch.are_deterministic_algorithms_enabled()
+        yield
+        torch.use_deterministic_algorithms(False)
+
+    def test_equal_runs_give_equal_bits(self, tiny: MakeConfig, tiny_cache: TokenCache) -> None:
+        config = tiny(execution={"deterministic": True})
+        found = []
+        for _ in range(2):
+            with Trainer(config, tiny_cache) as trainer:
+                seen = [trainer.step().loss for _ in range(12)]
+            found.append((torch.stack(seen), [weight.detach() for weight in trainer.model.parameters()]))
+        assert torch.equal(found[0][0], found[1][0])
+        assert all(map(torch.equal, found[0][1], found[1][1]))
+        assert found[0][0].tolist() == pytest.approx(losses(tiny(), tiny_cache, 12), rel=1e-5)
+
+    def test_the_next_trainer_does_not_inherit_it(self, tiny: MakeConfig) -> None:
+        with Trainer(tiny(execution={"deterministic": True}), None):
+            assert torch.are_deterministic_algorithms_enabled()
+            assert not torch.is_deterministic_algorithms_warn_only_enabled()
+            assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+        unclosed = Trainer(tiny(execution={"deterministic": True}), None)
+        with Trainer(tiny(), None):
+            assert not torch.are_deterministic_algorithms_enabled()
+        unclosed.close()
+
+    def test_a_start_that_fails_leaves_nothing(self, tiny: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*arguments: object, **keywords: object) -> None:
+            raise MemoryError
+
+        monkeypatch.setattr("tinyllm_ray.train.trainer.SyntheticFeed", fail)
+        with pytest.raises(MemoryError):
+            Trainer(tiny(execution={"deterministic": True}), None)
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+
+    def test_what_the_process_had_comes_back(self, tiny: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        with Trainer(tiny(), None):
+            assert not torch.are_deterministic_algorithms_enabled()
+        with Trainer(tiny(execution={"deterministic": True}), None):
+            assert not torch.is_deterministic_algorithms_warn_only_enabled()
+            assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+    def test_an_operator_that_cannot_promise_it_is_an_error(self, tiny: MakeConfig) -> None:
+        with Trainer(tiny(execution={"deterministic": True}), None), pytest.raises(RuntimeError, match="deterministic"):
+            torch.zeros(3).put_(torch.tensor([1]), torch.ones(1))
 
 
 class TestThreads:

@@ -1,11 +1,13 @@
 """One update against a plain loop in float64, whatever its micro-batches and however it is executed."""
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from poison import FAULTS, HARMED, poison
 from torch._dynamo.utils import counters
 from torch.nn import functional
 
@@ -36,11 +38,24 @@ def weights_of(model: Llama) -> Weights:
     return {name: weight.detach().clone() for name, weight in model.named_parameters()}
 
 
+def gradients_of(model: Llama, update: int) -> Weights:
+    """Those that the optimizer is about to use, clipped."""
+    named = ((name, weight.grad) for name, weight in model.named_parameters())
+    return {f"update {update}, gradient of {name}": grad.clone() for name, grad in named if grad is not None}
+
+
 def run(config: Config, dtype: torch.dtype = torch.float32) -> tuple[list[Statistics], Weights]:
-    """An update a rate, each on a batch of its own."""
-    model, update = build(config, dtype)
-    said = [update(random_batch(config, seed), rate) for seed, rate in enumerate(RATES)]
-    return said, weights_of(model)
+    """An update a rate, each on a batch of its own: what they say, and all gradients beside the last weights."""
+    model = initialize(config.model, config.training.seed).to(dtype)
+    optimizer = build_optimizer(model, config.optimizer, torch.device("cpu"))
+    update = Update(model, optimizer, config)
+    said: list[Statistics] = []
+    gradients: Weights = {}
+    optimizer.register_step_pre_hook(lambda *_: gradients.update(gradients_of(model, len(said))))
+    for seed, rate in enumerate(RATES):
+        said.append(update(random_batch(config, seed), rate))
+    assert len(gradients) == len(RATES) * len(weights_of(model))
+    return said, gradients | weights_of(model)
 
 
 def reference(config: Config) -> tuple[list[tuple[float, float]], Weights]:
@@ -56,7 +71,8 @@ def reference(config: Config) -> tuple[list[tuple[float, float]], Weights]:
         foreach=False,
         fused=False,
     )
-    said = []
+    said: list[tuple[float, float]] = []
+    kept: Weights = {}
     for seed, rate in enumerate(RATES):
         batch = random_batch(config, seed)
         for group in optimizer.param_groups:
@@ -70,14 +86,16 @@ def reference(config: Config) -> tuple[list[tuple[float, float]], Weights]:
         if limit is not None and norm > limit:
             for gradient in gradients:
                 gradient.mul_(limit / (norm + 1e-6))  # PyTorch's guard against a norm of zero
+        kept |= gradients_of(model, seed)
         optimizer.step()
         said.append((loss.item(), norm.item()))
-    return said, weights_of(model)
+    return said, kept | weights_of(model)
 
 
 def assert_same(found: tuple[Any, Weights], expected: tuple[Any, Weights], tolerance: float) -> None:
     for at, (one, other) in enumerate(zip(found[0], expected[0], strict=True)):
         assert [float(x) for x in one] == pytest.approx([float(x) for x in other], rel=tolerance), f"update {at}"
+    assert found[1].keys() == expected[1].keys()
     for name, weight in expected[1].items():
         error = (found[1][name].double() - weight.double()).norm() / weight.double().norm()
         assert error < tolerance, f"{name}: {error}"
@@ -108,11 +126,13 @@ class TestEager:
         with pytest.raises(AssertionError):  # and clipping matters here
             assert_same(run(off, torch.float64), reference(config), 1e-3)
 
-    @pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
-    def test_micro_batches_change_nothing(self, config: Config, micro_batch_size: int) -> None:
-        whole = changed(config, "execution", micro_batch_size=8)
+    @pytest.mark.parametrize(("rows", "micro_batch_size"), [(8, 1), (8, 2), (8, 4), (32, 1), (32, 8)])
+    def test_micro_batches_change_nothing(self, config: Config, rows: int, micro_batch_size: int) -> None:
+        """As 32 x 1 a loss that is summed or averaged once too often shows 32-fold."""
+        config = changed(config, "training", tokens_per_update=16 * rows)
+        whole = changed(config, "execution", micro_batch_size=rows)
         parts = changed(config, "execution", micro_batch_size=micro_batch_size)
-        assert parts.accumulation == 8 // micro_batch_size
+        assert parts.accumulation == rows // micro_batch_size
         assert_same(run(parts, torch.float64), run(whole, torch.float64), 1e-9)
         assert_same(run(parts), run(whole), 1e-5)
 
@@ -168,6 +188,103 @@ class TestRate:
         assert all(torch.equal(weight, moved[name]) for name, weight in model.named_parameters())
 
 
+def build_poisoned(config: Config, harm: str, at: int, row: int = 7) -> tuple[Llama, torch.optim.Optimizer, Update]:
+    """A model that row `row` of the batch of seed `at` harms."""
+    model = initialize(config.model, config.training.seed)
+    poison(model, harm, random_batch(config, at)[row, :-1])
+    optimizer = build_optimizer(model, config.optimizer, torch.device("cpu"))
+    return model, optimizer, Update(model, optimizer, config)
+
+
+def state_of(model: Llama, optimizer: torch.optim.Optimizer) -> Weights:
+    """Weights, moments and steps; before the first step as it makes them, zeros."""
+    state = weights_of(model)
+    for name, weight in model.named_parameters():
+        zeros = {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight), "step": torch.zeros(())}
+        held = zeros | optimizer.state[weight]
+        state |= {f"{key} of {name}": held[key].detach().clone() for key in zeros}
+    return state
+
+
+def check_guard(config: Config, harm: str, at: int = 1, row: int = 7, updates: int = 4) -> None:
+    """Poison `row` of the update after `at` updates, and see that nothing has changed since, whatever came later."""
+    model, optimizer, update = build_poisoned(config, harm, at, row)
+    states, said = [], []
+    for number in range(updates):
+        states.append(state_of(model, optimizer))
+        said.append(update(random_batch(config, number), 0.01))
+    finite = [math.isfinite(one.loss) and math.isfinite(one.grad_norm) for one in said]
+    assert finite == [number < at for number in range(updates)]
+    assert all(math.isnan(one.loss) for one in said[at + 1 :])
+    assert update.stopped.item() == 1.0
+    assert_bit_equal(state_of(model, optimizer), states[at])
+    assert at == 0 or not torch.equal(states[at]["step of norm.weight"], states[0]["step of norm.weight"])
+
+
+def assert_bit_equal(found: Weights, expected: Weights) -> None:
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+
+
+class TestGuard:
+    """A fault leaves everything as it was before it."""
+
+    @pytest.mark.parametrize("limit", [0.5, None])
+    @pytest.mark.parametrize("harm", FAULTS)
+    def test_a_fault_in_the_first_update_touches_nothing(self, config: Config, harm: str, limit: float | None) -> None:
+        check_guard(changed(config, "optimizer", gradient_clip=limit), harm, at=0)
+
+    @pytest.mark.parametrize("limit", [0.5, None])
+    @pytest.mark.parametrize("harm", FAULTS)
+    def test_nor_does_one_on_the_way_or_any_update_after_it(
+        self, config: Config, harm: str, limit: float | None
+    ) -> None:
+        check_guard(changed(config, "optimizer", gradient_clip=limit), harm, at=2, updates=5)
+
+    @pytest.mark.parametrize("row", [0, 3, 4, 7])
+    @pytest.mark.parametrize("harm", FAULTS)
+    def test_one_micro_batch_is_enough(self, config: Config, harm: str, row: int) -> None:
+        check_guard(changed(config, "execution", micro_batch_size=2), harm, row=row)
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_a_broken_weight_stays_the_only_one(self, config: Config, value: float) -> None:
+        model, optimizer, update = build_poisoned(config, "none", at=0)
+        update(random_batch(config, 0), 0.01)
+        with torch.no_grad():
+            model.blocks[1].attention.qkv.weight[5, 2] = value  # type: ignore[union-attr,index]
+        before = state_of(model, optimizer)
+        for seed in (1, 2):
+            assert math.isnan(update(random_batch(config, seed), 0.01).loss)
+        found = state_of(model, optimizer)
+        differing = [
+            name for name, tensor in before.items() if not torch.equal(found[name].nan_to_num(), tensor.nan_to_num())
+        ]
+        assert differing == []
+
+    def test_a_huge_norm_is_no_fault(self, config: Config) -> None:
+        model, optimizer, update = build_poisoned(config, "gradient huge", at=1)
+        fresh = state_of(model, optimizer)
+        said = [update(random_batch(config, seed), 0.01) for seed in range(3)]
+        assert 1e14 < said[1].grad_norm.item() < math.inf
+        assert all(math.isfinite(one.loss) for one in said)
+        assert update.stopped.item() == 0.0
+        found = state_of(model, optimizer)
+        assert found["step of norm.weight"].item() == 3
+        assert not torch.equal(found[HARMED], fresh[HARMED])
+
+    def test_the_guard_of_one_model_is_not_anothers(self, config: Config) -> None:
+        check_guard(config, "loss nan", at=0)
+        _, update = build(config)
+        assert math.isfinite(update(random_batch(config), 0.01).loss)
+
+
+class TestShape:
+    @pytest.mark.parametrize("shape", [(7, 17), (8, 16), (9, 17), (8,)])
+    def test_another_than_the_updates_is_refused(self, config: Config, shape: tuple[int, ...]) -> None:
+        _, update = build(config)
+        with pytest.raises(ValueError, match=r"no update of 8 rows of 16 \+ 1 tokens"):
+            update(torch.zeros(shape, dtype=torch.int64), 0.01)
+
+
 class TestCompileCacheTag:
     @pytest.fixture(autouse=True)
     def _keep_tag(self) -> Iterator[None]:
@@ -186,6 +303,7 @@ class TestCompileCacheTag:
         tags = {self.tag(tiny, sdpa_backend=backend, compile_mode=mode) for backend in backends for mode in modes}
         assert len(tags) == len(backends) * len(modes)
         assert "" not in tags
+        assert self.tag(tiny, deterministic=True) not in tags
 
     @pytest.mark.parametrize("settings", [{"cpu_threads": 7}, {"prefetch_depth": 5}])
     def test_what_changes_no_graph_shares_one(self, tiny: MakeConfig, settings: dict[str, int]) -> None:
@@ -206,7 +324,9 @@ class TestCompiled:
             yield
         forget_graphs()
 
-    def test_one_graph_serves_every_micro_batch_and_rate(self, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.fixture
+    def settings(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+        """Compiles into PyTorch's own kernels; the settings that torch.compile was given."""
         settings: dict[str, Any] = {}
 
         def without_kernels(function: Callable[..., torch.Tensor], **keywords: Any) -> Callable[..., torch.Tensor]:
@@ -215,12 +335,51 @@ class TestCompiled:
 
         compile_function = torch.compile
         monkeypatch.setattr(torch, "compile", without_kernels)
+        return settings
+
+    def test_one_graph_serves_every_micro_batch_and_rate(self, config: Config, settings: dict[str, Any]) -> None:
         compiled = changed(config, "execution", update="compiled", compile_mode="max-autotune")
         with torch._dynamo.config.patch(error_on_recompile=True):
             assert_same(run(compiled), run(config), 1e-5)
             TestRate.check(compiled)
         assert counters["stats"]["unique_graphs"] == 1
         assert settings == {"mode": "max-autotune", "fullgraph": True, "dynamic": False}
+
+    @pytest.mark.usefixtures("settings")
+    @pytest.mark.parametrize("harm", ["loss nan", "gradient inf"])
+    def test_the_guard_stands_around_it(self, config: Config, harm: str) -> None:
+        one_layer = changed(config, "model", layers=1)
+        check_guard(changed(one_layer, "execution", update="compiled", micro_batch_size=2), harm)
+
+    @pytest.mark.usefixtures("settings")
+    def test_a_retracing_is_an_error(self, config: Config) -> None:
+        """Here because the model has changed, which nothing does."""
+        model, update = build(changed(config, "execution", update="compiled"))
+        update(random_batch(config), 0.01)
+        model.norm.eps = 1e-4
+        with pytest.raises(RuntimeError, match="Detected recompile"):
+            update(random_batch(config), 0.01)
+        _, other = build(changed(config, "execution", update="compiled"))
+        other(random_batch(config), 0.01)  # which may still be traced
+
+    @pytest.mark.usefixtures("settings")
+    def test_the_recompile_limit_is_an_error_and_never_eager_code(self, config: Config) -> None:
+        compiled = changed(config, "execution", update="compiled")
+        model = initialize(config.model, 0)
+        loss = build_loss(model, compiled, torch.device("cpu"))
+        with torch.compiler.config.patch(recompile_limit=2):
+            for rows in (1, 2):
+                loss(torch.zeros(rows, 16, dtype=torch.int64), torch.zeros(rows, 16, dtype=torch.int64))
+            with pytest.raises(Exception, match="fullgraph=True"):
+                loss(torch.zeros(3, 16, dtype=torch.int64), torch.zeros(3, 16, dtype=torch.int64))
+
+    @pytest.mark.usefixtures("settings")
+    def test_models_one_after_the_other_do_not_add_up_to_the_limit(self, config: Config) -> None:
+        compiled = changed(changed(config, "model", layers=1), "execution", update="compiled")
+        with torch.compiler.config.patch(recompile_limit=2):
+            for _ in range(4):
+                _, update = build(compiled)
+                update(random_batch(config), 0.01)
 
     def test_cached_graphs_are_whole_and_keep_backends_apart(self, tiny: MakeConfig) -> None:
         with torch._inductor.config.patch({"cpp.vec_isa_ok": False}):  # spares the compiler's probes of the CPU

@@ -29,6 +29,16 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"].fill_(rate)
 
 
+def skip_steps_where(optimizer: torch.optim.Optimizer, flag: torch.Tensor) -> None:
+    """From here on a step at which `flag` (a float32 scalar on the device) is 1.0 changes nothing.
+
+    Weights, moments and step counters keep their bits, and the host reads nothing: the fused kernels look at
+    `found_inf`, the attribute through which GradScaler skips the steps of every optimizer with
+    `_step_supports_amp_scaling` (torch/amp/grad_scaler.py).
+    """
+    optimizer.found_inf = flag  # type: ignore[attr-defined]
+
+
 def clip_gradients(weights: Iterable[nn.Parameter], limit: float | None) -> torch.Tensor:
     """Scale the gradients to a global norm of at most `limit`; the norm before that, on the device.
 

@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+from contextlib import ExitStack
 
 import torch
 
@@ -16,6 +17,7 @@ from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.measure.environment import usable_cores
 from tinyllm_ray.model.llama import Llama, initialize
 from tinyllm_ray.sections import CPU_SDPA_BACKENDS
+from tinyllm_ray.train.determinism import determinism
 from tinyllm_ray.train.host_memory import keep_freed_memory
 from tinyllm_ray.train.optimizer import build_optimizer
 from tinyllm_ray.train.recipe import check_fits, learning_rate
@@ -31,7 +33,7 @@ class Trainer:
 
     `cache` None trains on one synthetic batch that stays on the device. `range_server` is the address of the node's
     server of token ranges, where there is one. `stage_seconds` says where the start's time went. Use it as a context
-    manager, or call `close`.
+    manager, or call `close`, which also gives the process back the settings of determinism that it had.
     """
 
     def __init__(
@@ -47,6 +49,14 @@ class Trainer:
         self.updates = 0
         self.stage_seconds: dict[str, float] = {}
         self._last: Statistics | None = None
+        with ExitStack() as open_until_closed:
+            open_until_closed.enter_context(determinism(config.execution.deterministic))  # before CUDA starts
+            self._start(cache, range_server, clock)
+            open_until_closed.callback(self.feed.close)
+            self._open = open_until_closed.pop_all()
+
+    def _start(self, cache: TokenCache | None, range_server: str | None, clock: Clock) -> None:
+        config = self.config
         begin = clock()
         self.device = choose_device(config)
         self.threads = settle_threads(config, self.device)
@@ -72,7 +82,7 @@ class Trainer:
         self.close()
 
     def close(self) -> None:
-        self.feed.close()
+        self._open.close()
 
     @property
     def targets_per_update(self) -> int:

@@ -1,10 +1,11 @@
-"""How one update executes: every micro-batch's forward and backward, clipping, AdamW.
+"""How one update executes: every micro-batch's forward and backward, the guard against faults, clipping, AdamW.
 
 `eager` runs PyTorch's operators one by one; `compiled` puts the loss of a micro-batch, and with it its backward pass,
 through torch.compile.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from tinyllm_ray.config import Config, identity
 from tinyllm_ray.model.attention import sdpa_backend
 from tinyllm_ray.model.llama import Llama
-from tinyllm_ray.train.optimizer import clip_gradients, set_learning_rate
+from tinyllm_ray.train.optimizer import clip_gradients, set_learning_rate, skip_steps_where
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -20,7 +21,11 @@ _CUDA_GRAPH_MODES = {"reduce-overhead", "max-autotune"}
 
 
 class Statistics(NamedTuple):
-    """What an update says about itself, as device tensors: reading one waits for the device."""
+    """What an update says about itself, as device tensors: reading one waits for the device.
+
+    Where loss or norm is not finite the update changed nothing, and neither did any update after it, whose loss is nan
+    whatever their rows.
+    """
 
     loss: torch.Tensor
     """Mean over the update's targets, in nats, before the weights changed."""
@@ -31,7 +36,12 @@ class Statistics(NamedTuple):
 class Update:
     """Runs updates of one model under one execution.
 
-    `batch` is int64 [rows, context + 1] on the model's device; inputs and targets are its views.
+    `batch` is int64 [rows, context + 1] on the model's device, all rows of an update; inputs and targets are its views.
+    A batch of another shape raises ValueError, and whatever else would have a compiled loss traced a second time raises
+    RuntimeError: a retracing costs seconds and, past Dynamo's limit, ends in code that is not the one measured.
+
+    From the first update whose loss or gradient norm is not finite, weights, moments and step counters stay as they
+    were before it. The guard lives on the device, so that nothing waits for it.
     """
 
     def __init__(self, model: Llama, optimizer: torch.optim.Optimizer, config: Config) -> None:
@@ -40,6 +50,12 @@ class Update:
         self._config = config
         self._device = model.embedding.weight.device
         self._loss = build_loss(model, config, self._device)
+        self._traced = False
+        self._fault = torch.zeros((), device=self._device)
+        """0, and nan from the first fault on."""
+        self.stopped = torch.zeros((), device=self._device)
+        """On the device: 0.0, and 1.0 from the first fault on."""
+        skip_steps_where(optimizer, self.stopped)
         # The compile modes that replay CUDA graphs write gradients into memory of their own, which the next replay
         # overwrites: accumulating needs gradients that stay where they are.
         self._keep_gradients = self._device.type == "cuda" and config.execution.compile_mode in _CUDA_GRAPH_MODES
@@ -49,23 +65,49 @@ class Update:
 
     def __call__(self, batch: torch.Tensor, learning_rate: float) -> Statistics:
         config = self._config
+        if batch.shape != (config.rows_per_update, config.model.context + 1):
+            raise ValueError(
+                f"a batch of shape {tuple(batch.shape)} is no update of {config.rows_per_update} rows of "
+                f"{config.model.context} + 1 tokens"
+            )
         set_learning_rate(self._optimizer, learning_rate)
-        total = torch.zeros((), device=self._device)
+        total = self._fault
         with sdpa_backend(config.execution.sdpa_backend):
             for rows in torch.split(batch, config.micro_batch_size):
                 if self._keep_gradients:
                     torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-                loss = self._loss(rows[:, :-1], rows[:, 1:]) / config.accumulation
+                with self._no_retracing():
+                    loss = self._loss(rows[:, :-1], rows[:, 1:]) / config.accumulation
+                self._traced = True
                 torch.autograd.backward(loss)
                 total = total + loss.detach()  # not in place: a float64 model's loss stays float64
         norm = clip_gradients(self._model.parameters(), config.optimizer.gradient_clip)
+        self._guard(total, norm)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=not self._keep_gradients)
         return Statistics(total, norm)
 
+    def _guard(self, total: torch.Tensor, norm: torch.Tensor) -> None:
+        """Stop for good where one of the two is not finite: 0 * x is 0 for every finite x, however large, else nan.
+
+        The next total begins with the fault, which is how it stays.
+        """
+        self._fault = total * 0 * norm
+        torch.ne(self._fault, 0, out=self.stopped)
+
+    def _no_retracing(self) -> AbstractContextManager[None]:
+        if self._traced and self._config.execution.update == "compiled":
+            stance: AbstractContextManager[None] = torch.compiler.set_stance("fail_on_recompile")
+            return stance
+        return nullcontext()
+
 
 def build_loss(model: Llama, config: Config, device: torch.device) -> Loss:
-    """The loss of one micro-batch, in bf16 autocast on CUDA, compiled where the execution says so."""
+    """The loss of one micro-batch, in bf16 autocast on CUDA, compiled where the execution says so.
+
+    Compiled whole or not at all (fullgraph): what cannot be traced, and one retracing more than Dynamo's
+    `recompile_limit`, raises where PyTorch would otherwise run the code eagerly from then on.
+    """
     inner: Loss = model.loss
     if config.execution.update == "compiled":
         tag_compile_cache(config)
@@ -87,6 +129,5 @@ def tag_compile_cache(config: Config) -> None:
     kernels (1.90 M targets/s against its own 1.52 M, one H200). The tag is part of every key; threads and read-ahead
     change no graph and are left out.
     """
-    execution = config.execution
-    compiled = {"compile_mode": execution.compile_mode, "sdpa_backend": execution.sdpa_backend}
+    compiled = config.execution.model_dump(include={"compile_mode", "sdpa_backend", "deterministic"})
     torch.compiler.config.cache_key_tag = identity(compiled)[:16]
