@@ -1,10 +1,17 @@
-"""A model that one row of tokens harms, in a way that the test chooses."""
+"""A model that one row of tokens harms, in a way that the test chooses, and what an update must do about it."""
 
 import math
 
 import torch
 
-from tinyllm_ray.model.llama import Llama
+from tinyllm_ray.config import Config
+from tinyllm_ray.model.llama import Llama, initialize
+from tinyllm_ray.train.optimizer import build_optimizer
+from tinyllm_ray.train.update import Update
+
+Weights = dict[str, torch.Tensor]
+
+CPU = torch.device("cpu")
 
 FAULTS = ["loss nan", "loss inf", "gradient inf", "squares inf"]
 """Harms that an update must not survive; `none` and `gradient huge` are no faults."""
@@ -40,3 +47,57 @@ def poison(model: Llama, harm: str, marker: torch.Tensor) -> Poisoned:
     assert isinstance(model, Poisoned)
     model.harm, model.marker = harm, marker
     return model
+
+
+def random_batch(config: Config, seed: int = 0) -> torch.Tensor:
+    shape = (config.rows_per_update, config.model.context + 1)
+    return torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def weights_of(model: Llama) -> Weights:
+    return {name: weight.detach().clone() for name, weight in model.named_parameters()}
+
+
+def build_poisoned(
+    config: Config, harm: str, at: int, row: int = 7, device: torch.device = CPU
+) -> tuple[Llama, torch.optim.Optimizer, Update]:
+    """A model that row `row` of the batch of seed `at` harms."""
+    model = initialize(config.model, config.training.seed).to(device)
+    poison(model, harm, random_batch(config, at).to(device)[row, :-1])
+    optimizer = build_optimizer(model, config.optimizer, device)
+    return model, optimizer, Update(model, optimizer, config)
+
+
+def state_of(model: Llama, optimizer: torch.optim.Optimizer) -> Weights:
+    """Weights, moments and steps; before the first step as it makes them, zeros."""
+    state = weights_of(model)
+    for name, weight in model.named_parameters():
+        zeros = {
+            "exp_avg": torch.zeros_like(weight),
+            "exp_avg_sq": torch.zeros_like(weight),
+            "step": weight.new_zeros(()),
+        }
+        held = zeros | dict(optimizer.state[weight])
+        state |= {f"{key} of {name}": held[key].detach().clone() for key in zeros}
+    return state
+
+
+def check_guard(
+    config: Config, harm: str, at: int = 1, row: int = 7, updates: int = 4, device: torch.device = CPU
+) -> None:
+    """Poison `row` of the update after `at` updates, and see that nothing has changed since, whatever came later."""
+    model, optimizer, update = build_poisoned(config, harm, at, row, device)
+    states, said = [], []
+    for number in range(updates):
+        states.append(state_of(model, optimizer))
+        said.append(update(random_batch(config, number).to(device), 0.01))
+    finite = [math.isfinite(one.loss) and math.isfinite(one.grad_norm) for one in said]
+    assert finite == [number < at for number in range(updates)]
+    assert all(math.isnan(one.loss) for one in said[at + 1 :])
+    assert update.stopped.item() == 1.0
+    assert_bit_equal(state_of(model, optimizer), states[at])
+    assert at == 0 or not torch.equal(states[at]["step of norm.weight"], states[0]["step of norm.weight"])
+
+
+def assert_bit_equal(found: Weights, expected: Weights) -> None:
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []

@@ -7,7 +7,16 @@ from typing import Any, cast
 
 import pytest
 import torch
-from poison import FAULTS, HARMED, poison
+from poison import (
+    FAULTS,
+    HARMED,
+    Weights,
+    build_poisoned,
+    check_guard,
+    random_batch,
+    state_of,
+    weights_of,
+)
 from torch._dynamo.utils import counters
 from torch.nn import functional
 
@@ -18,24 +27,14 @@ from tinyllm_ray.train.recipe import learning_rate
 from tinyllm_ray.train.update import Statistics, Update, build_loss, tag_compile_cache
 
 MakeConfig = Callable[..., Config]
-Weights = dict[str, torch.Tensor]
 
 RATES = (0.0, 0.01, 0.03, 0.002)
 """Each differs from the first, which alone a graph that froze it would use."""
 
 
-def random_batch(config: Config, seed: int = 0) -> torch.Tensor:
-    shape = (config.rows_per_update, config.model.context + 1)
-    return torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
-
-
 def build(config: Config, dtype: torch.dtype = torch.float32) -> tuple[Llama, Update]:
     model = initialize(config.model, config.training.seed).to(dtype)
     return model, Update(model, build_optimizer(model, config.optimizer, torch.device("cpu")), config)
-
-
-def weights_of(model: Llama) -> Weights:
-    return {name: weight.detach().clone() for name, weight in model.named_parameters()}
 
 
 def gradients_of(model: Llama, update: int) -> Weights:
@@ -188,43 +187,6 @@ class TestRate:
         assert all(torch.equal(weight, moved[name]) for name, weight in model.named_parameters())
 
 
-def build_poisoned(config: Config, harm: str, at: int, row: int = 7) -> tuple[Llama, torch.optim.Optimizer, Update]:
-    """A model that row `row` of the batch of seed `at` harms."""
-    model = initialize(config.model, config.training.seed)
-    poison(model, harm, random_batch(config, at)[row, :-1])
-    optimizer = build_optimizer(model, config.optimizer, torch.device("cpu"))
-    return model, optimizer, Update(model, optimizer, config)
-
-
-def state_of(model: Llama, optimizer: torch.optim.Optimizer) -> Weights:
-    """Weights, moments and steps; before the first step as it makes them, zeros."""
-    state = weights_of(model)
-    for name, weight in model.named_parameters():
-        zeros = {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight), "step": torch.zeros(())}
-        held = zeros | optimizer.state[weight]
-        state |= {f"{key} of {name}": held[key].detach().clone() for key in zeros}
-    return state
-
-
-def check_guard(config: Config, harm: str, at: int = 1, row: int = 7, updates: int = 4) -> None:
-    """Poison `row` of the update after `at` updates, and see that nothing has changed since, whatever came later."""
-    model, optimizer, update = build_poisoned(config, harm, at, row)
-    states, said = [], []
-    for number in range(updates):
-        states.append(state_of(model, optimizer))
-        said.append(update(random_batch(config, number), 0.01))
-    finite = [math.isfinite(one.loss) and math.isfinite(one.grad_norm) for one in said]
-    assert finite == [number < at for number in range(updates)]
-    assert all(math.isnan(one.loss) for one in said[at + 1 :])
-    assert update.stopped.item() == 1.0
-    assert_bit_equal(state_of(model, optimizer), states[at])
-    assert at == 0 or not torch.equal(states[at]["step of norm.weight"], states[0]["step of norm.weight"])
-
-
-def assert_bit_equal(found: Weights, expected: Weights) -> None:
-    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
-
-
 class TestGuard:
     """A fault leaves everything as it was before it."""
 
@@ -367,7 +329,7 @@ class TestCompiled:
         compiled = changed(config, "execution", update="compiled")
         model = initialize(config.model, 0)
         loss = build_loss(model, compiled, torch.device("cpu"))
-        with torch.compiler.config.patch(recompile_limit=2):
+        with torch._dynamo.config.patch(recompile_limit=2):
             for rows in (1, 2):
                 loss(torch.zeros(rows, 16, dtype=torch.int64), torch.zeros(rows, 16, dtype=torch.int64))
             with pytest.raises(Exception, match="fullgraph=True"):
@@ -376,7 +338,7 @@ class TestCompiled:
     @pytest.mark.usefixtures("settings")
     def test_models_one_after_the_other_do_not_add_up_to_the_limit(self, config: Config) -> None:
         compiled = changed(changed(config, "model", layers=1), "execution", update="compiled")
-        with torch.compiler.config.patch(recompile_limit=2):
+        with torch._dynamo.config.patch(recompile_limit=2):
             for _ in range(4):
                 _, update = build(compiled)
                 update(random_batch(config), 0.01)
