@@ -55,6 +55,14 @@ def test_a_backend_without_a_kernel_here_is_refused(backend: str) -> None:
         attend(*random_heads(torch.float32))
 
 
+@pytest.mark.parametrize("lengths", [(1, 16), (16, 1), (9, 10)])
+def test_lengths_that_differ_are_refused(lengths: tuple[int, int]) -> None:
+    """PyTorch would answer, with a mask that lets the last query see the first keys only."""
+    query, key = (torch.ones(1, 1, length, 8) for length in lengths)
+    with pytest.raises(ValueError, match=f"{lengths[0]} queries over {lengths[1]} keys"):
+        attend(query, key, torch.ones_like(key))
+
+
 def test_the_choice_ends_with_its_context() -> None:
     with sdpa_backend("cudnn"):
         pass

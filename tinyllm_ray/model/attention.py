@@ -15,7 +15,15 @@ _BACKENDS = {
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Causal self-attention over [rows, heads, context, head features]; scores are scaled by 1/sqrt(features)."""
+    """Causal self-attention over [rows, heads, context, head features]; scores are scaled by 1/sqrt(features).
+
+    Raises ValueError where query and key differ in length: PyTorch lines the causal mask up at the first positions,
+    so that a single query beside 16 keys would see the first of them alone.
+    """
+    if query.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"causal attention of {query.shape[2]} queries over {key.shape[2]} keys; the lengths must agree"
+        )
     return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 

@@ -88,11 +88,19 @@ class Llama(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.logits(self.hidden(tokens))
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The normalised states [B, T, D] that the logits are a projection of."""
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, cos, sin)
-        return functional.linear(self.norm(x), self.embedding.weight)
+        out: torch.Tensor = self.norm(x)
+        return out
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return functional.linear(hidden, self.embedding.weight)
 
     def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy in nats a target, accumulated in float32 (float64 for a float64 model)."""
