@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 from tinyllm_ray.config import load, preset_names
+from tinyllm_ray.model.huggingface import to_llama_config, to_transformers
 from tinyllm_ray.model.llama import Llama, initialize, rotary_tables, rotate
 from tinyllm_ray.sections import ModelConfig
 
@@ -175,18 +176,7 @@ def model_with_scales() -> Llama:
 def theirs() -> torch.nn.Module:
     """`LlamaForCausalLM` with the weights of `model_with_scales`."""
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=SHAPE.vocab_size,
-        hidden_size=SHAPE.width,
-        intermediate_size=SHAPE.ffn,
-        num_hidden_layers=SHAPE.layers,
-        num_attention_heads=SHAPE.heads,
-        num_key_value_heads=SHAPE.heads,
-        max_position_embeddings=SHAPE.context,
-        rms_norm_eps=SHAPE.norm_eps,
-        tie_word_embeddings=True,
-        attn_implementation="eager",
-    )
+    config = transformers.LlamaConfig(**to_llama_config(SHAPE), attn_implementation="eager")
     model = transformers.LlamaForCausalLM(config).double()
     weights = to_transformers(dict(model_with_scales().named_parameters()))
     missing, unexpected = model.load_state_dict(weights, strict=False)
@@ -216,24 +206,3 @@ def test_loss_and_gradients_are_those_of_transformers(theirs: torch.nn.Module) -
     assert found.keys() == gradients.keys()
     for name, gradient in gradients.items():
         assert relative_error(found[name], gradient) < TRANSFORMERS_TOLERANCE, name
-
-
-def to_transformers(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Our names and fused matrices as transformers names and splits them."""
-    named = {"model.embed_tokens.weight": weights["embedding.weight"], "model.norm.weight": weights["norm.weight"]}
-    for layer in range(SHAPE.layers):
-        ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
-        query, key, value = weights[f"{ours}.attention.qkv.weight"].chunk(3)
-        gate, up = weights[f"{ours}.ffn.gate_up.weight"].chunk(2)
-        named |= {
-            f"{theirs}.self_attn.q_proj.weight": query,
-            f"{theirs}.self_attn.k_proj.weight": key,
-            f"{theirs}.self_attn.v_proj.weight": value,
-            f"{theirs}.self_attn.o_proj.weight": weights[f"{ours}.attention.out.weight"],
-            f"{theirs}.mlp.gate_proj.weight": gate,
-            f"{theirs}.mlp.up_proj.weight": up,
-            f"{theirs}.mlp.down_proj.weight": weights[f"{ours}.ffn.down.weight"],
-            f"{theirs}.input_layernorm.weight": weights[f"{ours}.attention_norm.weight"],
-            f"{theirs}.post_attention_layernorm.weight": weights[f"{ours}.ffn_norm.weight"],
-        }
-    return named
