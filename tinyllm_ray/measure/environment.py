@@ -12,7 +12,6 @@ import importlib.util
 import os
 import platform
 import re
-import runpy
 import shutil
 import socket
 import subprocess
@@ -169,11 +168,16 @@ def _versions() -> dict[str, str | None]:
 
 
 def _cuda_version() -> str | None:
-    """What torch was built for; from torch's version file, whose execution does not import torch."""
+    """What torch was built for; from torch's version file, whose execution does not import torch.
+
+    Not by `runpy`, which changes sys.argv and sys.modules on the way: a thread may ask while another one imports.
+    """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
-    cuda: str | None = runpy.run_path(str(Path(spec.origin).with_name("version.py"))).get("cuda")
+    version: dict[str, Any] = {}
+    exec(Path(spec.origin).with_name("version.py").read_text(encoding="utf-8"), version)
+    cuda: str | None = version.get("cuda")
     return cuda
 
 
