@@ -18,6 +18,7 @@ import torch
 from checkpoint_states import CACHE, Training
 
 from tinyllm_ray.config import load
+from tinyllm_ray.train.checkpoint import open_checkpoint
 from tinyllm_ray.train.checkpoints import find_checkpoint, prune, save_checkpoint
 
 _KILLS = 50
@@ -142,6 +143,9 @@ def kill_at_every_event(savers: Savers) -> dict[str, Any]:
 
         _, status = os.waitpid(fork(save_and_prune), 0)
         outcomes.append(savers.found())
+        for path in bad.parent.glob("step-*"):
+            if path != bad or outcomes[-1] == 3:
+                open_checkpoint(path)  # what is being removed has its name no more
         if os.WIFEXITED(status):
             return {"outcomes": outcomes, "left": savers.temporary(), "status": os.WEXITSTATUS(status)}
         savers.save(2)
@@ -163,6 +167,8 @@ def save_beside_a_stopped_writer(savers: Savers) -> dict[str, Any]:
     child = fork(save_slowly)
     os.waitpid(child, os.WUNTRACED)
     beside = savers.temporary()
+    for name in beside:
+        os.utime(savers.run / "checkpoints" / name, (0, 0))  # so that only its lock tells that its writer lives
     savers.save(3)
     after = savers.temporary()
     os.kill(child, signal.SIGCONT)

@@ -125,6 +125,13 @@ class TestRoundTrip:
         find_checkpoint(tmp_path).load_training(other.model, other.optimizer)
         assert other.moments() == {}
 
+    def test_state_that_was_not_saved_does_not_stay(self, saved: Path, trained: Training, config: Config) -> None:
+        other = Training(config)
+        for state in other.optimizer.state.values():
+            state["max_exp_avg_sq"] = torch.ones(3)
+        open_checkpoint(saved).load_training(other.model, other.optimizer)
+        assert equal(other.moments(), trained.moments())
+
     @pytest.mark.parametrize("compiled_first", [True, False])
     def test_a_compiled_models_checkpoint_is_the_same(
         self, config: Config, saved: Path, tmp_path: Path, compiled_first: bool
@@ -228,6 +235,13 @@ class TestDevices:
         assert {value.device.type for state in states for value in state.values()} == {after}
         other.updates = 3
         other.update()
+
+    def test_an_update_that_counts_on_the_host_gets_its_count_there(self, saved: Path, config: Config) -> None:
+        other = Training(config, updates=0, device="cuda")
+        plain = torch.optim.AdamW(other.model.parameters(), lr=0.1, foreach=True)
+        open_checkpoint(saved).load_training(other.model, plain)
+        assert {state["step"].device.type for state in plain.state.values()} == {"cpu"}
+        assert {state["exp_avg"].device.type for state in plain.state.values()} == {"cuda"}
 
     def test_the_devices_random_numbers_go_on_where_they_were(self, config: Config, tmp_path: Path) -> None:
         training = Training(config, device="cuda")

@@ -54,8 +54,9 @@ def test_a_truncated_file(copy: Path, name: str, left: int) -> None:
     data = (copy / name).read_bytes()
     # The manifest's last byte is a newline, which is no content.
     (copy / name).write_bytes(data[: left if left >= 0 or name != "checkpoint.json" else -2])
-    with pytest.raises(DamagedError, match=str(copy / name)):
-        open_checkpoint(copy)
+    for checksums in (True, False):
+        with pytest.raises(DamagedError, match=str(copy / name)):
+            open_checkpoint(copy, checksums=checksums)
 
 
 @pytest.mark.parametrize("name", NAMES)

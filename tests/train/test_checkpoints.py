@@ -112,8 +112,10 @@ class TestFind:
         assert find_checkpoint(Path(copy)).step == 4
 
     def test_a_copy_under_another_steps_name_is_not_taken_for_it(self, save: Save, tmp_path: Path) -> None:
-        shutil.copytree(save(4), tmp_path / "checkpoints" / "step-00000005")
-        assert find_checkpoint(tmp_path).step == 4
+        path = save(4)
+        shutil.copytree(path, path.with_name("step-00000005"))
+        assert find_checkpoint(tmp_path).path == path
+        assert prune(tmp_path, 1) == []
 
     def test_what_has_no_checkpoints_name_is_left_out(self, save: Save, tmp_path: Path) -> None:
         path = save(4)

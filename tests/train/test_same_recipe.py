@@ -9,7 +9,7 @@ from checkpoint_states import CACHE, Training
 
 from tinyllm_ray.config import Config
 from tinyllm_ray.errors import ConfigError
-from tinyllm_ray.train.checkpoint import open_checkpoint
+from tinyllm_ray.train.checkpoint import Checkpoint, open_checkpoint
 from tinyllm_ray.train.checkpoints import save_checkpoint
 from tinyllm_ray.train.same_recipe import refuse_other_recipe
 
@@ -73,3 +73,20 @@ def test_another_token_cache_is_named_with_both_identities(saved: Path, config: 
     message = refusal(saved, config, "d" * 64)
     assert f"token cache {CACHE}, asked {'d' * 64}" in message
     assert message.count("asked") == 1
+
+
+def test_a_checkpoint_from_before_a_setting_existed_has_its_default(saved: Path, config: Config) -> None:
+    manifest = open_checkpoint(saved).manifest
+    training = {key: value for key, value in manifest.config["training"].items() if key != "schedule"}
+    older = manifest.model_copy(
+        update={"config": manifest.config | {"training": training}, "recipe_identity": "e" * 64}
+    ).sealed()
+    refuse_other_recipe(Checkpoint(saved, older), config, CACHE)
+
+
+def test_a_checkpoint_with_a_setting_that_is_not_known_here_is_told(saved: Path, config: Config) -> None:
+    manifest = open_checkpoint(saved).manifest
+    later = manifest.model_copy(update={"config": manifest.config | {"mixing": {"every": 2}}}).sealed()
+    with pytest.raises(ConfigError, match=r"checkpoint\.json: mixing") as error:
+        refuse_other_recipe(Checkpoint(saved, later), config, CACHE)
+    assert "\n" not in str(error.value)
