@@ -175,7 +175,8 @@ class EvaluationExecutionConfig(Section):
     micro_batch_size: Integer | None = Field(default=None, gt=0)
     """Rows a forward pass; null is the training's, and at least 131,072 tokens on a GPU."""
     update: Update | None = None
-    """Whether the loss is compiled; null is as in training on a GPU, eager on a CPU."""
+    """Whether the loss is compiled; null is as in training on a GPU where enough is evaluated for that to pay, else
+    eager."""
 
 
 class OutputConfig(Section):

@@ -45,8 +45,8 @@ def main() -> None:
             found = subprocess.run(command, env=os.environ | folders, stdout=subprocess.PIPE, text=True, check=True)
             result[execution] = json.loads(found.stdout.splitlines()[-1])
             print(execution, json.dumps(result[execution], indent=1), flush=True)
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+            if options.out:  # after each, as a later one may be cut short
+                options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def machine() -> dict[str, Any]:

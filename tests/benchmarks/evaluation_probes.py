@@ -10,6 +10,8 @@ spread, so that the softmax is less flat than a fresh model's.
 
 import argparse
 import json
+import platform
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,7 +44,9 @@ def main() -> None:
             print(json.dumps(line), flush=True)
             lines.append(line)
     if options.out:
-        options.out.write_text(json.dumps(lines, indent=1) + "\n")
+        name = torch.cuda.get_device_name() if options.device == "cuda" else platform.machine()
+        result = {"command": " ".join(["python", *sys.argv]), "machine": name, "probes": lines}
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def probe(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

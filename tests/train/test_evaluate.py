@@ -101,14 +101,16 @@ def test_equals_the_eager_loss_of_whole_batches_over_a_split(
 
 
 class LargestLogits(TorchFunctionMode):
-    """Remembers the most elements of any tensor whose last dimension is the vocabulary."""
+    """Remembers the most elements of any tensor whose last dimension is the vocabulary, and whether one had a graph."""
 
     elements = 0
+    graph = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **kwargs or {})
         if isinstance(out, torch.Tensor) and out.is_floating_point() and out.ndim > 1 and out.shape[-1] == 61:
             self.elements = max(self.elements, out.numel())
+            self.graph |= out.requires_grad
         return out
 
 
@@ -120,6 +122,7 @@ def test_logits_of_a_chunk_exist_and_never_those_of_a_batch(tiny: MakeConfig) ->
     with LargestLogits() as seen:
         evaluator.evaluate([rows])
     assert seen.elements == 8 * 61
+    assert not seen.graph, "nothing is kept for a backward pass"
     with LargestLogits() as seen:
         evaluate(model, [rows], "auto")
     assert seen.elements == 4 * 16 * 61, "the plain loss holds them all"
