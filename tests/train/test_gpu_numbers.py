@@ -96,9 +96,18 @@ def references(recipe: Config, weights: dict[str, Weights], cache: TokenCache) -
     return {name: reference(recipe, held, batch) for name, held in weights.items()}
 
 
-@pytest.mark.parametrize("micro_batch_size", [8, 32])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("how", HOWS)
+def combinations(*micro_batch_sizes: int, slow: Callable[[str, int], bool]) -> pytest.MarkDecorator:
+    """Every kind of update, backend and micro-batch size; those that are `slow` wait for --slow."""
+    values = [
+        pytest.param(how, backend, size, marks=[pytest.mark.slow] if slow(how, size) else [])
+        for how in HOWS
+        for backend in BACKENDS
+        for size in micro_batch_sizes
+    ]
+    return pytest.mark.parametrize(("how", "backend", "micro_batch_size"), values)
+
+
+@combinations(8, 32, slow=lambda how, size: how != "eager" and size == 8)
 def test_bf16_stays_near_float32_on_the_kernels_that_were_asked_for(
     recipe: Config,
     weights: dict[str, Weights],
@@ -125,15 +134,16 @@ def test_bf16_stays_near_float32_on_the_kernels_that_were_asked_for(
             assert family(computed.kernels) == backend
 
 
-@pytest.mark.parametrize("context", [512, 1000, 2048])
+SHAPES = [("eager", context) for context in (512, 1000, 2048)] + [("default", 1000)]
+"""What is compiled differs by the odd length alone."""
+
+
+@pytest.mark.parametrize(("how", "context"), SHAPES)
 @pytest.mark.parametrize("features", [64, 128])
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("how", ["eager", "default"])
 def test_other_shapes_stay_near_float32_or_are_refused(
     recipe: Config, cache: TokenCache, figures: Figures, how: str, backend: str, features: int, context: int
 ) -> None:
-    if how == "default" and context != 1000:
-        pytest.skip("what is compiled differs by the odd length alone")
     model = ModelConfig(layers=2, width=4 * features, heads=4, ffn=512, context=context, init_std=0.05)
     training = recipe.training.model_copy(update={"tokens_per_update": 8 * context})
     shaped = recipe.model_copy(update={"model": model, "training": training})
@@ -173,9 +183,7 @@ def test_backends_run_their_own_kernels_over_one_compile_cache(
         assert backend == "auto" or family(kernels) == backend
 
 
-@pytest.mark.parametrize("micro_batch_size", [32, 128])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("how", HOWS)
+@combinations(32, 128, slow=lambda how, size: how != "eager")
 def test_equal_runs_give_equal_bits_where_that_is_promised(
     recipe: Config,
     figures: Figures,

@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -137,6 +138,13 @@ class TestDeterminism:
             assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
         assert torch.is_deterministic_algorithms_warn_only_enabled()
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+    def test_a_compiler_that_goes_by_timing_is_refused(self, tiny: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("torch._inductor.config", SimpleNamespace())  # as torch 2.9 has it
+        compiled = tiny(execution={"deterministic": True, "update": "compiled"})
+        with pytest.raises(ConfigError, match=r"set execution\.update=eager"):
+            Trainer(compiled, None)
+        assert not torch.are_deterministic_algorithms_enabled()
 
     def test_an_operator_that_cannot_promise_it_is_an_error(self, tiny: MakeConfig) -> None:
         with Trainer(tiny(execution={"deterministic": True}), None), pytest.raises(RuntimeError, match="deterministic"):

@@ -50,7 +50,7 @@ class Trainer:
         self.stage_seconds: dict[str, float] = {}
         self._last: Statistics | None = None
         with ExitStack() as open_until_closed:
-            open_until_closed.enter_context(determinism(config.execution.deterministic))  # before CUDA starts
+            open_until_closed.enter_context(determinism(config))  # before CUDA starts
             self._start(cache, range_server, clock)
             open_until_closed.callback(self.feed.close)
             self._open = open_until_closed.pop_all()
