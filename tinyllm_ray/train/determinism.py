@@ -17,7 +17,7 @@ Reproducibility); PyTorch refuses matrix products under deterministic algorithms
 
 @contextmanager
 def determinism(config: Config) -> Iterator[None]:
-    """While entered, PyTorch takes deterministic algorithms alone, or not, as the execution asks; then all is as before.
+    """While entered, PyTorch takes deterministic algorithms alone, or not, as the execution asks; afterwards as before.
 
     An operator that has none then raises RuntimeError with its name. Enter it before CUDA starts: cuBLAS reads its
     variable once. Inductor follows PyTorch's setting, and chooses no kernel by its timing where the choice shows in the
