@@ -242,6 +242,7 @@ def test_what_is_no_number_is_refused_with_key_and_value(key: str, value: str) -
         ("execution.sdpa_backend=no", "'no' is not allowed: input should be 'auto'"),
         ("execution.data_parallel=2", "2 is not allowed: input should be 1"),
         ("execution.deterministic='false'", "'false' is not allowed: input should be a valid boolean"),
+        ("optimizer.peak_learning_rate=1e39", "1e+39 is not allowed: input should be less than or equal to 1"),
         ("output.checkpoint_updates=[0]", "0 is not allowed: input should be greater than 0"),
         ("data.cache=3", "3 is not allowed: input should be a valid string"),
     ],

@@ -5,6 +5,7 @@ identity), execution and evaluation_execution (which may change speed and nothin
 preset, a YAML file that may name a preset to start from, and `--set dotted.key=value`.
 """
 
+import copy
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -130,11 +131,19 @@ def load(source: str | Path, overrides: Iterable[str] = ()) -> Config:
 
     A file may start from a preset with a top-level `preset: NAME`. Raises ConfigError.
     """
-    values, origin = _read(source)
-    for override in overrides:
-        _apply(values, override)
-        origin = f"{origin.removesuffix(' with --set')} with --set"
-    return validate(values, origin)
+    return override(*_read(source), overrides)
+
+
+def override(values: Mapping[str, Any], source: str, overrides: Iterable[str]) -> Config:
+    """A configuration from plain values, named `source` in messages, then `section.key=value` overrides.
+
+    Raises ConfigError.
+    """
+    changed = copy.deepcopy(dict(values))
+    for setting in overrides:
+        _apply(changed, setting)
+        source = f"{source.removesuffix(' with --set')} with --set"
+    return validate(changed, source)
 
 
 def validate(values: Mapping[str, Any], source: str) -> Config:
@@ -174,12 +183,12 @@ def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _apply(values: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
+def _apply(values: dict[str, Any], setting: str) -> None:
+    key, equals, text = setting.partition("=")
     section, dot, name = key.strip().partition(".")
     if not equals or not dot or not section or not name or "." in name:
-        raise ConfigError(f"--set {override!r} is not section.key=value, like --set optimizer.peak_learning_rate=1e-3")
+        raise ConfigError(f"--set {setting!r} is not section.key=value, like --set optimizer.peak_learning_rate=1e-3")
     block = values.setdefault(section, {})
     if not isinstance(block, dict):
-        raise ConfigError(f"--set {override!r}: {section} is not a section")
+        raise ConfigError(f"--set {setting!r}: {section} is not a section")
     block[name] = parse_yaml(text, f"--set {key.strip()}")

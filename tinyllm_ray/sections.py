@@ -71,7 +71,8 @@ class DataConfig(Section):
 class OptimizerConfig(Section):
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101)."""
 
-    peak_learning_rate: Number = Field(gt=0)
+    peak_learning_rate: Number = Field(gt=0, le=1e38)
+    """Kept in float32 on the device, which ends at 3.4e38."""
     betas: tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]]
     eps: Number = Field(default=1e-8, gt=0)
     weight_decay: Number = Field(default=0.1, ge=0)

@@ -22,10 +22,11 @@ from tinyllm_ray.data.tokenizer import SavedTokenizer, train_tokenizer
 from tinyllm_ray.data.write import write_cache
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.model.llama import Llama, initialize
-from tinyllm_ray.train.checkpoint import load_weights, save_weights
+from tinyllm_ray.train.checkpoints import find_checkpoint, save_checkpoint
 from tinyllm_ray.train.convert import export_command
 from tinyllm_ray.train.export import export_run, read_tokenizer
 from tinyllm_ray.train.run import Run
+from tinyllm_ray.train.weights import save_weights
 
 MakeConfig = Callable[..., Config]
 
@@ -75,7 +76,7 @@ def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(run: Path, config: Config) -> Llama:
     """The run's model."""
     model = initialize(config.model, seed=0)
-    load_weights(model, run / "model.safetensors")
+    find_checkpoint(run).load_weights(model)
     return model
 
 
@@ -115,10 +116,13 @@ class TestModel:
         assert found.tolist() == tokens.tolist()
         assert found.shape[1] == prompt["input_ids"].shape[1] + 6
 
-    def test_other_weights_of_the_run_can_be_named(self, run: Path, tmp_path: Path, config: Config) -> None:
+    def test_an_earlier_checkpoint_can_be_named(
+        self, run: Path, tmp_path: Path, config: Config, cache: TokenCache
+    ) -> None:
         other = initialize(config.model, seed=9)
-        save_weights(other, tmp_path / "step-2.safetensors")
-        export_run(run, tmp_path / "out", weights=tmp_path / "step-2.safetensors")
+        for step, model in ((1, other), (2, initialize(config.model, seed=8))):
+            save_checkpoint(tmp_path, step, model, None, {}, config, cache.identity)
+        export_run(tmp_path / "checkpoints" / "step-00000001", tmp_path / "out")
         theirs = LlamaForCausalLM.from_pretrained(tmp_path / "out")
         assert largest_difference(theirs, other, random_tokens(300, rows=1, tokens=16)) < 1e-5
 
@@ -152,17 +156,13 @@ class TestWithoutTokenizer:
     """The weights are exported all the same, and a line says what is missing; a wrong tokenizer is never exported."""
 
     @pytest.fixture
-    def moved(self, run: Path, tmp_path: Path, config: Config) -> Callable[[Path], Path]:
-        """The run with its cache named to lie elsewhere."""
+    def moved(self, model: Llama, tmp_path: Path, config: Config, cache: TokenCache) -> Callable[[Path], Path]:
+        """A checkpoint whose cache is named to lie elsewhere."""
 
-        def move(cache: Path) -> Path:
-            folder = tmp_path / "moved"
-            folder.mkdir()
-            changed = config.model_copy(update={"data": config.data.model_copy(update={"cache": str(cache)})})
-            (folder / "config.yaml").write_text(changed.to_yaml())
-            for name in ("model.safetensors", "result.json"):
-                (folder / name).write_bytes((run / name).read_bytes())
-            return folder
+        def move(folder: Path) -> Path:
+            changed = config.model_copy(update={"data": config.data.model_copy(update={"cache": str(folder)})})
+            (tmp_path / "moved").mkdir()
+            return save_checkpoint(tmp_path / "moved", 3, model, None, {}, changed, cache.identity)
 
         return move
 
@@ -210,21 +210,17 @@ class TestWithoutTokenizer:
         assert not (tmp_path / "out").exists()
 
 
-class TestRun:
-    def test_a_folder_without_a_configuration_is_no_run(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match=r"holds no config.yaml, so it is no run's folder"):
+class TestSource:
+    def test_a_folder_without_weights_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="holds no checkpoints"):
             export_run(tmp_path, tmp_path / "out")
 
-    def test_a_configuration_without_a_model_is_refused(self, tmp_path: Path) -> None:
+    def test_a_configuration_without_a_model_is_refused(self, model: Llama, tmp_path: Path) -> None:
         (tmp_path / "config.yaml").write_text("training: {}\n")
+        save_weights(model, tmp_path / "model.safetensors")
         with pytest.raises(ConfigError, match=r"config.yaml: model: "):
             export_run(tmp_path, tmp_path / "out")
-
-    def test_a_run_without_weights_is_refused(self, run: Path, tmp_path: Path) -> None:
-        (tmp_path / "config.yaml").write_text((run / "config.yaml").read_text())
-        with pytest.raises(ConfigError, match=r"model.safetensors: no such"):
-            export_run(tmp_path, tmp_path / "out")
-        assert os.listdir(tmp_path) == ["config.yaml"]
+        assert not (tmp_path / "out").exists()
 
 
 class TestCommand:

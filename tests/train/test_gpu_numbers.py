@@ -34,8 +34,8 @@ from tinyllm_ray.data.cache import TokenCache, open_cache
 from tinyllm_ray.data.prepare import default_cache
 from tinyllm_ray.model.llama import initialize
 from tinyllm_ray.sections import ModelConfig
-from tinyllm_ray.train.checkpoint import save_weights
 from tinyllm_ray.train.trainer import Trainer
+from tinyllm_ray.train.weights import save_weights
 
 MakeConfig = Callable[..., Config]
 Figures = dict[str, Any]

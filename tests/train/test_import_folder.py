@@ -16,10 +16,10 @@ from tinyllm_ray.config import Config
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.model.llama import Llama, initialize
 from tinyllm_ray.sections import ModelConfig
-from tinyllm_ray.train.checkpoint import load_weights
 from tinyllm_ray.train.convert import import_command
 from tinyllm_ray.train.export import export_run, write_folder
 from tinyllm_ray.train.import_folder import import_folder, import_model
+from tinyllm_ray.train.weights import load_weights
 from tinyllm_ray.yamlfile import read_mapping
 
 MakeConfig = Callable[..., Config]

@@ -1,45 +1,30 @@
 """A recipe run to its end, cut, interrupted and gone wrong, and what each leaves."""
 
-import json
 import math
-import os
-import signal
+import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from runs import metrics_of, read_json, weights_of
 
 from tinyllm_ray.config import Config, load
 from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.data.loader import subset_batches, validation_batches
-from tinyllm_ray.errors import ConfigError
-from tinyllm_ray.model.llama import Llama, initialize
+from tinyllm_ray.errors import ConfigError, TinyllmRayError
+from tinyllm_ray.measure.flops import flop_per_target
 from tinyllm_ray.train.__main__ import main
-from tinyllm_ray.train.evaluate import evaluate
-from tinyllm_ray.train.progress import Progress
+from tinyllm_ray.train.checkpoints import find_checkpoint
+from tinyllm_ray.train.evaluate import Evaluator
+from tinyllm_ray.train.folder import prepare_folder
+from tinyllm_ray.train.progress import Event, Progress
 from tinyllm_ray.train.recipe import learning_rate
-from tinyllm_ray.train.run import Progress, Run, prepare_folder
-from tinyllm_ray.train.weights import load_weights
+from tinyllm_ray.train.run import Run
 
 MakeConfig = Callable[..., Config]
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these compare what the CPU computes")
-
-
-def read_json(path: Path) -> Any:
-    return json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{path} holds {name}"))
-
-
-def metrics_of(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-def weights_of(out: Path, config: Config) -> Llama:
-    model = initialize(config.model, seed=0)
-    load_weights(model, out / "model.safetensors")
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +42,7 @@ def complete(short: Config, tiny_cache: TokenCache, tmp_path_factory: pytest.Tem
 
 
 class TestComplete:
-    def test_leaves_its_configuration_and_environment(self, complete: Path, short: Config) -> None:
-        assert load(complete / "config.yaml") == short
+    def test_leaves_its_environment(self, complete: Path) -> None:
         assert read_json(complete / "environment.json")["versions"]["torch"] == torch.__version__
 
     def test_has_a_line_for_every_update(self, complete: Path, short: Config) -> None:
@@ -80,12 +64,20 @@ class TestComplete:
         assert result["cache_identity"] == tiny_cache.identity
         assert 0 < result["training_seconds"] <= result["training_elapsed_seconds"]
         assert result["training_tokens_per_second"] >= result["elapsed_tokens_per_second"]
+        stages = result["start_seconds"]
+        assert list(stages)[-1] == "first_update"
+        assert result["entry_to_first_update_seconds"] == pytest.approx(sum(stages.values()))
+        assert result["model_flops_per_second"] == pytest.approx(
+            result["training_tokens_per_second"] * flop_per_target(short.model)
+        )
+        assert result["model_flops_share_of_peak"] is None  # a CPU's peak is not known
 
     def test_its_losses_are_those_of_the_weights_it_left(
         self, complete: Path, short: Config, tiny_cache: TokenCache
     ) -> None:
         result, model = read_json(complete / "result.json"), weights_of(complete, short)
-        loss, targets = evaluate(model, validation_batches(tiny_cache, 16, 4), "auto")
+        evaluator = Evaluator(model, short, torch.device("cpu"))
+        loss, targets = evaluator.evaluate(validation_batches(tiny_cache, 16, 4))
         assert result["validation"]["loss"] == pytest.approx(loss, rel=1e-6)
         assert result["validation"]["perplexity"] == pytest.approx(math.exp(loss), rel=1e-6)
         assert (result["validation"]["tokens"], result["validation"]["validation_complete"]) == (targets, True)
@@ -96,7 +88,7 @@ class TestComplete:
         assert best["step"] in (25, 50)
         if best["step"] == 50:
             subset = subset_batches(tiny_cache, 16, 4, blocks=8, seed=12345)
-            assert best["loss"] == pytest.approx(evaluate(model, subset, "auto")[0], rel=1e-6)
+            assert best["loss"] == pytest.approx(evaluator.evaluate(subset)[0], rel=1e-6)
 
     def test_another_execution_learns_the_same(
         self, complete: Path, short: Config, tiny_cache: TokenCache, tmp_path: Path
@@ -127,46 +119,27 @@ class TestCut:
     ) -> None:
         config = tiny(training={"max_updates": 1}, output={"checkpoint": "none"})
         assert Run(config, tiny_cache, tmp_path).execute() == 0
-        assert not (tmp_path / "model.safetensors").exists()
-
-    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-    def test_a_signal_ends_it_in_order(
-        self, short: Config, tiny_cache: TokenCache, tmp_path: Path, number: signal.Signals
-    ) -> None:
-        before = signal.getsignal(number)
-
-        def interrupt(progress: Progress) -> None:
-            if progress.updates >= 20:
-                os.kill(os.getpid(), number)
-
-        assert Run(short, tiny_cache, tmp_path, interrupt).execute() == 128 + number
-        result = read_json(tmp_path / "result.json")
-        assert (result["status"], result["signal"]) == ("interrupted", number)
-        assert 20 <= result["step"] < 50
-        assert result["validation"] is None
-        assert metrics_of(tmp_path)[-1]["step"] == result["step"]
-        weights_of(tmp_path, short)
-        assert signal.getsignal(number) is before
-
-    def test_a_second_signal_ends_it_at_once(self, short: Config, tiny_cache: TokenCache, tmp_path: Path) -> None:
-        def interrupt(progress: Progress) -> None:
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
-
-        with pytest.raises(KeyboardInterrupt):
-            Run(short, tiny_cache, tmp_path, interrupt).execute()
-        assert not (tmp_path / "result.json").exists()
+        assert not (tmp_path / "checkpoints").exists()
 
 
 class TestNotFinite:
     """A learning rate that no weights survive."""
 
-    def test_ends_the_run_and_leaves_no_weights(self, tiny: MakeConfig, tiny_cache: TokenCache, tmp_path: Path) -> None:
+    def test_ends_the_run_with_the_weights_from_before(
+        self, tiny: MakeConfig, tiny_cache: TokenCache, tmp_path: Path
+    ) -> None:
         config = tiny(optimizer={"peak_learning_rate": 1e10}, training={"warmup_fraction": 0.0})
         assert Run(config, tiny_cache, tmp_path).execute() == 3
-        assert read_json(tmp_path / "result.json")["status"] == "failed"
-        assert not (tmp_path / "model.safetensors").exists()
-        assert all(math.isfinite(line["loss"]) for line in metrics_of(tmp_path))
+        result = read_json(tmp_path / "result.json")
+        assert (result["status"], result["validation"]) == ("failed", None)
+        assert result["fault"]["update"] == result["step"] + 1
+        assert "micro-batch" in result["fault"]["where"]
+        lines = metrics_of(tmp_path)
+        assert lines[-1]["step"] == result["step"]
+        assert all(math.isfinite(line["loss"]) for line in lines)
+        model = weights_of(tmp_path, config)
+        assert all(weight.isfinite().all() for weight in model.parameters())
+        assert find_checkpoint(tmp_path).step == result["step"]
 
     def test_shows_where_the_last_update_broke_the_weights(
         self, tiny: MakeConfig, tiny_cache: TokenCache, tmp_path: Path
@@ -176,7 +149,53 @@ class TestNotFinite:
         assert Run(config, tiny_cache, tmp_path).execute() == 3
         result = read_json(tmp_path / "result.json")
         assert (result["status"], result["best"], result["validation"]) == ("failed", None, None)
-        assert not (tmp_path / "model.safetensors").exists()
+        assert result["fault"]["update"] == 1
+        assert not (tmp_path / "checkpoints").exists()
+
+
+class TestWritesThatFail:
+    """Neither the run nor what was written before comes to harm."""
+
+    def test_checkpoints_that_cannot_be_written(self, tiny: MakeConfig, tiny_cache: TokenCache, tmp_path: Path) -> None:
+        (tmp_path / "checkpoints").write_text("a file where the folder should be")
+        config = tiny(training={"max_updates": 9}, output={"checkpoint": "interval", "checkpoint_interval": 4})
+        assert Run(config, tiny_cache, tmp_path).execute() == 0
+        result = read_json(tmp_path / "result.json")
+        assert (result["status"], result["step"], result["failed_checkpoints"]) == ("complete", 9, 3)
+        assert len(metrics_of(tmp_path)) == 9
+
+    def test_a_folder_that_is_gone(self, tiny: MakeConfig, tiny_cache: TokenCache, tmp_path: Path) -> None:
+        out = tmp_path / "run"
+        out.mkdir()
+        seen = []
+
+        def remove(event: Event) -> None:
+            if isinstance(event, Progress):
+                seen.append(event.updates)
+            if seen and seen[-1] >= 20:
+                shutil.rmtree(out, ignore_errors=True)
+
+        run = Run(tiny(training={"max_updates": 60}), tiny_cache, out, on_progress=remove)
+        with pytest.raises(TinyllmRayError, match="could not be written"):
+            run.execute()
+        assert seen[-1] == 60
+
+    def test_a_folder_that_is_gone_for_a_while_gets_every_line(
+        self, tiny: MakeConfig, tiny_cache: TokenCache, tmp_path: Path
+    ) -> None:
+        out, away = tmp_path / "run", tmp_path / "away"
+        out.mkdir()
+
+        def move(event: Event) -> None:
+            updates = event.updates if isinstance(event, Progress) else 0
+            if 20 <= updates < 40 and out.exists():
+                out.rename(away)
+            if updates >= 40 and away.exists():
+                away.rename(out)
+
+        config = tiny(training={"max_updates": 60, "epochs": 1})
+        assert Run(config, tiny_cache, out, on_progress=move).execute() == 0
+        assert [line["step"] for line in metrics_of(out)] == list(range(1, 61))
 
 
 class TestFolder:
@@ -219,6 +238,7 @@ class TestCommandLine:
         assert "update 3/3" in printed.err
         assert "over the" not in printed.err
         assert read_json(out / "result.json")["step"] == 3
+        assert load(out / "config.yaml") == load(file, ["training.max_updates=3"])
 
     def test_a_budget_larger_than_the_cache_is_said(
         self, file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -109,14 +109,21 @@ class Llama(nn.Module):
         return functional.cross_entropy(wide, targets.flatten())
 
 
+def allocate(config: ModelConfig) -> Llama:
+    """A model on the CPU whose weights are still to be set; its rotary tables are."""
+    with torch.device("meta"):
+        model = Llama(config)
+    model.to_empty(device="cpu")
+    model.cos, model.sin = rotary_tables(config.context, config.width // config.heads, config.rope_theta)
+    return model
+
+
 def initialize(config: ModelConfig, seed: int) -> Llama:
     """A model with matrices from N(0, init_std) and norm scales of one; the weights depend on `seed` alone.
 
     Drawn on the CPU, parameter by parameter in the order of their names, so that every device starts from the same.
     """
-    with torch.device("meta"):
-        model = Llama(config)
-    model.to_empty(device="cpu")
+    model = allocate(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, weight in sorted(model.named_parameters()):
@@ -124,9 +131,6 @@ def initialize(config: ModelConfig, seed: int) -> Llama:
                 weight.fill_(1.0)
             else:
                 weight.normal_(0.0, config.init_std, generator=generator)
-        tables = rotary_tables(config.context, config.width // config.heads, config.rope_theta)
-        model.cos.copy_(tables[0])
-        model.sin.copy_(tables[1])
     return model
 
 

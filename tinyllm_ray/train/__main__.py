@@ -1,79 +1,195 @@
 """Train a recipe from start to end: `python -m tinyllm_ray.train --config nano --out runs/first`."""
 
 import argparse
-import logging
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tinyllm_ray.command import Parser, exit_status
-from tinyllm_ray.errors import EXIT_DONE
+from tinyllm_ray.errors import EXIT_DONE, ConfigError
+from tinyllm_ray.train.convert import export_command, import_command
+from tinyllm_ray.train.evaluate_command import evaluate_command
+from tinyllm_ray.train.folder import bring_curves, leave_before_start, open_folder, prepare_folder, read_result
+from tinyllm_ray.train.interruption import Interruption
+from tinyllm_ray.train.stages import Stages, process_age_seconds
 
-_EPILOG = """examples:
+if TYPE_CHECKING:  # imported where they are used: signals are heard, and mistakes said, before PyTorch is there
+    from tinyllm_ray.config import Config
+    from tinyllm_ray.data.cache import TokenCache
+    from tinyllm_ray.train.checkpoint import Checkpoint
+
+_EPILOG = """commands beside training, each with its own --help:
+  python -m tinyllm_ray.train evaluate RUN     loss of a run's or checkpoint's weights on a split
+  python -m tinyllm_ray.train export RUN       a Hugging Face folder of them
+  python -m tinyllm_ray.train import FOLDER    a checkpoint of a Hugging Face folder
+
+examples:
   python -m tinyllm_ray.train --config nano --out runs/first
       two CPU cores train the smallest preset in minutes
   python -m tinyllm_ray.train --config OUT/selected.yaml --out runs/tuned
       the recipe under the execution that the tuner selected
   python -m tinyllm_ray.train --config 20m --set training.max_updates=100 --out runs/short
       a preset with settings changed
+  python -m tinyllm_ray.train --config 20m --set output.checkpoint=interval --set output.checkpoint_interval=500 \\
+      --out runs/20m --resume
+      starts where there is nothing yet, goes on where there is: one command for a job that comes back
 
-exit status: 0 trained to the end; 1 a fault of the program; 2 a mistake in the request; 3 the loss went non-finite;
-130 and 143 ended by SIGINT and SIGTERM, after the update in flight
+SIGINT, SIGTERM and SIGUSR1 end a run after the update in flight, with a checkpoint (unless output.checkpoint is none)
+and status interrupted; before the first update, and when sent again, at once.
+
+exit status: 0 trained to the end, or to --stop-at; 1 a fault of the program; 2 a mistake in the request; 3 the loss or
+a gradient went non-finite; 130 ended by SIGINT; 143 ended by SIGTERM or SIGUSR1
 """
 
+_COMMANDS = {"evaluate": evaluate_command, "export": export_command, "import": import_command}
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return its exit status."""
+
+def main(arguments: list[str] | None = None, age_seconds: float = 0.0) -> int:
+    """Run the command line and return its exit status; `age_seconds` is how long the process lives already."""
+    stages = Stages(age_seconds)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and (command := _COMMANDS.get(arguments[0])):
+        return command(arguments[1:])
     options = build_parser().parse_args(arguments)
-    return exit_status(lambda: _run(options))
+    with Interruption(lambda number: leave_before_start(options.out, options.resume is not None, number)) as heard:
+        return exit_status(lambda: _run(options, heard, stages))
 
 
 def build_parser() -> Parser:
     """The command line."""
     parser = Parser(
         "python -m tinyllm_ray.train",
-        "Train a recipe; metrics, weights and a result appear in the folder --out.",
+        "Train a recipe; metrics, checkpoints and a result appear in the folder --out.",
         _EPILOG,
     )
-    parser.add_argument("--config", required=True, help="a preset's name or a YAML file, such as OUT/selected.yaml")
+    parser.add_argument(
+        "--config", help="a preset's name or a YAML file, such as OUT/selected.yaml; with --resume OUT/config.yaml"
+    )
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting; may be given several times"
     )
-    parser.add_argument("--out", required=True, type=Path, help="folder of the run; must be new or empty")
+    parser.add_argument("--out", required=True, type=Path, help="folder of the run; must be new or empty, or --resume")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="CHECKPOINT",
+        help="go on from the newest checkpoint of --out, from the start where there is none; or from the run's or "
+        "checkpoint's folder named here. The recipe has to be the same; execution, device and output may differ",
+    )
+    parser.add_argument(
+        "--stop-at", type=int, metavar="UPDATE", help="end after this update as a signal would, with exit status 0"
+    )
     return parser
 
 
-def _run(options: argparse.Namespace) -> int:
-    from tinyllm_ray.config import load
+def _run(options: argparse.Namespace, interruption: Interruption, stages: Stages) -> int:
+    """From the request to the exit status: mistakes are found first, then what takes time is done side by side."""
+    from tinyllm_ray.train.collector import collector_at_rest
+    from tinyllm_ray.train.compile_cache import cache_variables, compile_cache_folder, keep_bytecode
 
-    config = load(options.config, options.set)
+    keep_bytecode()
+    helpers = ThreadPoolExecutor(2, "start")
+    with collector_at_rest():
+        config = _configuration(options)
+        folder = helpers.submit(compile_cache_folder)  # asks nvidia-smi, beside torch's import
 
-    from tinyllm_ray.train.compile_cache import cache_variables, compile_cache_folder
+        from tinyllm_ray.data.cache import open_cache
+        from tinyllm_ray.data.prepare import default_cache
+        from tinyllm_ray.train.ahead import import_compiler, warm_device
+        from tinyllm_ray.train.recipe import check_fits, describe_passes
+        from tinyllm_ray.train.run import Run
+        from tinyllm_ray.train.show import progress_line
+        from tinyllm_ray.train.trainer import choose_device
 
-    os.environ.update(cache_variables(compile_cache_folder()))  # before torch is imported
-
-    from tinyllm_ray.data.cache import open_cache
-    from tinyllm_ray.data.prepare import default_cache
-    from tinyllm_ray.train.recipe import check_fits
-    from tinyllm_ray.train.run import Run, describe_passes, prepare_folder
-    from tinyllm_ray.train.show import progress_line
-    from tinyllm_ray.train.trainer import choose_device
-
-    cache = open_cache(config.data.cache or default_cache())
-    check_fits(config, cache)
-    choose_device(config)
-    prepare_folder(options.out)
-    logging.basicConfig(
-        filename=options.out / "train.log", level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+        os.environ.update(cache_variables(folder.result()))  # read at the first compilation
+        stages.end("imports")
+        cache = open_cache(config.data.cache or default_cache())
+        check_fits(config, cache)
+        device = choose_device(config)
+        if _is_complete(options, config):
+            return EXIT_DONE
+        checkpoint = _checkpoint(options, config, cache)
+        _take_folder(options, config, checkpoint)
+        stages.end("cache_checks")
+        warm = helpers.submit(warm_device, config, device)
+        import_compiler(config)
+        warm.result()
+        stages.end("compiler_and_device")
     if passes := describe_passes(config, cache):
         print(passes, file=sys.stderr)
     with progress_line() as on_progress:
-        status = Run(config, cache, options.out, on_progress).execute()
+        status = Run(
+            config,
+            cache,
+            options.out,
+            checkpoint=checkpoint,
+            stop_at=options.stop_at,
+            on_progress=on_progress,
+            interruption=interruption,
+            stages=stages,
+        ).execute()
     how = "" if status == EXIT_DONE else f"ended early (exit status {status}): "
     print(f"{how}{options.out / 'result.json'} holds the result, {options.out / 'metrics.jsonl'} the curve")
     return status
 
 
+def _is_complete(options: argparse.Namespace, config: "Config") -> bool:
+    """Whether there is nothing to go on with; says so."""
+    from tinyllm_ray.train.recipe import run_updates
+
+    result = read_result(options.out) if options.resume == "" else {}
+    same = result.get("recipe_identity") == config.recipe_identity
+    if not same or result.get("status") != "complete" or result["step"] < run_updates(config):
+        return False
+    print(f"{options.out} is complete: {result['step']} updates, validation loss {result['validation']['loss']:.4f}")
+    return True
+
+
+def _take_folder(options: argparse.Namespace, config: "Config", checkpoint: "Checkpoint | None") -> None:
+    prepare_folder(options.out, options.resume is not None)
+    open_folder(options.out, config.to_yaml())
+    if checkpoint is not None:
+        bring_curves(checkpoint.path.parent.parent, options.out)
+
+
+def _configuration(options: argparse.Namespace) -> "Config":
+    from tinyllm_ray.config import load
+
+    if options.stop_at is not None and options.stop_at < 1:
+        raise ConfigError(f"--stop-at {options.stop_at}: must be at least 1")
+    source = options.config
+    if source is None:
+        source = options.out / "config.yaml"
+        if options.resume is None or not source.exists():
+            raise ConfigError("--config is missing: a preset's name or a YAML file; see --help for examples")
+    return load(source, options.set)
+
+
+def _checkpoint(options: argparse.Namespace, config: "Config", cache: "TokenCache") -> "Checkpoint | None":
+    """Where the run goes on from; None at its start."""
+    from tinyllm_ray.train.checkpoints import find_checkpoint
+    from tinyllm_ray.train.same_recipe import refuse_other_recipe
+
+    if options.resume is None:
+        return None
+    if not options.resume and not (options.out / "checkpoints").exists():
+        print(f"{options.out} holds no checkpoint yet: the run begins from the start", file=sys.stderr)
+        return None
+    checkpoint = find_checkpoint(Path(options.resume or options.out))
+    refuse_other_recipe(checkpoint, config, cache.identity)
+    if options.resume and checkpoint.path.parent.parent.resolve() == options.out.resolve():
+        newest = find_checkpoint(options.out).step
+        if newest > checkpoint.step:
+            raise ConfigError(
+                f"--resume {options.resume}: {options.out} holds a later checkpoint, of update {newest}, which would "
+                "stay the newest; give another --out, or remove the later ones"
+            )
+    print(f"goes on from {checkpoint.path}", file=sys.stderr)
+    return checkpoint
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(age_seconds=process_age_seconds()))

@@ -22,9 +22,9 @@ def warm_device(config: Config, device: torch.device) -> None:
 
     The driver works without the interpreter's lock, so in a thread of its own the 0.7 s go by beside `import_compiler`
     (one H200). Draws no random number, and takes SDPA's own choice of backend, since choosing one is a setting of the
-    whole process. Does nothing on a CPU.
+    whole process. Does nothing on a CPU, nor where equal bits are asked for: cuBLAS reads that wish when it starts.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or config.execution.deterministic:
         return
     square = torch.ones(256, 256, device=device, dtype=torch.bfloat16)
     torch.mm(square, square)

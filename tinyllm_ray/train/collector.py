@@ -1,5 +1,6 @@
 """Python's garbage collector during a start; standard library alone, since it begins before anything is imported."""
 
+import atexit
 import contextlib
 import gc
 from collections.abc import Iterator
@@ -7,7 +8,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def collector_at_rest() -> Iterator[None]:
-    """While entered nothing is collected; afterwards what is alive by then is never looked at again (`gc.freeze`).
+    """While entered nothing is collected; afterwards what is alive by then is not looked at again (`gc.freeze`).
 
     Imports make hundreds of thousands of objects that stay, and the collector walks them over and over: importing
     torch and its compiler took 2.4 s of CPU time instead of 3.1, and tracing the first update afterwards 3.2 instead
@@ -19,5 +20,6 @@ def collector_at_rest() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
+        atexit.register(gc.unfreeze)  # what is frozen is not taken down, and Triton's bindings complain of that at exit
         if was_enabled:
             gc.enable()

@@ -28,7 +28,7 @@ def export_command(arguments: list[str]) -> int:
     def run() -> int:
         from tinyllm_ray.train.export import export_run
 
-        return _say(export_run(options.run, options.out, weights=options.weights, cache=options.cache))
+        return _say(export_run(options.source, options.out, cache=options.cache))
 
     return exit_status(run)
 
@@ -52,10 +52,14 @@ def export_parser() -> Parser:
         "Write a trained model and its tokenizer as a folder that Hugging Face's transformers opens.",
         _EXPORT_EPILOG,
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run: config.yaml and model.safetensors")
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
+        type=Path,
+        help="a run's folder (its newest checkpoint), a checkpoint's, or an imported folder",
+    )
     parser.add_argument("--out", required=True, type=Path, help="folder to write; must be new or empty")
-    parser.add_argument("--weights", type=Path, help="another file of the run's weights than RUN/model.safetensors")
-    parser.add_argument("--cache", type=Path, help="the token cache, where it is not where RUN/config.yaml says")
+    parser.add_argument("--cache", type=Path, help="the token cache, where it was moved")
     return parser
 
 

@@ -5,8 +5,6 @@ import json
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import torch
-from pydantic import ValidationError
 from safetensors.torch import save
 
 from tinyllm_ray.data.cache import TOKENIZER_FOLDER, open_cache
@@ -15,12 +13,11 @@ from tinyllm_ray.data.tokenizer import CONFIG_FILE, TOKENIZER_FILE
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.journal import write_atomically
 from tinyllm_ray.model.huggingface import Weights, to_llama_config, to_transformers
-from tinyllm_ray.model.llama import Llama
+from tinyllm_ray.model.llama import allocate
 from tinyllm_ray.sections import ModelConfig
-from tinyllm_ray.train.checkpoint import load_weights
 from tinyllm_ray.train.new_folder import new_folder
-from tinyllm_ray.validation import explain
-from tinyllm_ray.yamlfile import read_mapping
+from tinyllm_ray.train.weights import load_weights
+from tinyllm_ray.train.weights_source import WeightsSource, open_weights
 
 CONFIG_JSON: Final = "config.json"
 SINGLE_FILE: Final = "model.safetensors"
@@ -35,23 +32,20 @@ class TokenizerFiles(NamedTuple):
     """Content of tokenizer_config.json."""
 
 
-def export_run(run: Path, out: Path, *, weights: Path | None = None, cache: Path | None = None) -> list[str]:
-    """Write the model of the folder `run` into the folder `out` and return lines that say what is there.
+def export_run(source: Path, out: Path, *, cache: Path | None = None) -> list[str]:
+    """Write the model that `open_weights` finds in `source` into the folder `out`; lines that say what is there.
 
-    `run` holds config.yaml and model.safetensors, as a training and `import_folder` leave them; `weights` names
-    another file of its weights, `cache` the token cache where it no longer lies where config.yaml says. Without the
-    cache's tokenizer the model is written all the same, and a line says so.
+    `cache` names the token cache where it no longer lies where the configuration says. Without the cache's tokenizer
+    the model is written all the same, and a line says so.
 
-    Raises ConfigError where `out` is not empty, `run` holds no model, or `cache` is another than the run's.
+    Raises ConfigError where `out` is not empty, `source` holds no model, or `cache` is another than the training's.
     """
-    values = _read_config(run)
-    config = _model_of(values, run)
-    with torch.device("meta"):
-        model = Llama(config)
-    model.to_empty(device="cpu")
-    load_weights(model, weights or run / SINGLE_FILE)
+    found = open_weights(source)
+    config = found.model
+    model = allocate(config)
+    load_weights(model, found.weights)
     try:
-        tokenizer = read_tokenizer(cache or _cache_of(values, run), config.vocab_size, _cache_identity(run))
+        tokenizer = read_tokenizer(cache or _cache_of(found), config.vocab_size, found.cache_identity)
         missing = []
     except ConfigError as error:
         if cache:
@@ -112,35 +106,12 @@ def _special_ids(tokenizer: TokenizerFiles) -> dict[str, int | None]:
     return {f"{name}_token_id": ids.get(tokenizer.settings.get(f"{name}_token")) for name in ("bos", "eos", "pad")}
 
 
-def _read_config(run: Path) -> dict[str, Any]:
-    path = run / "config.yaml"
-    if not path.is_file():
-        raise ConfigError(f"{run}: holds no config.yaml, so it is no run's folder; name the --out of a training")
-    return read_mapping(path)
-
-
-def _model_of(values: dict[str, Any], run: Path) -> ModelConfig:
-    try:
-        return ModelConfig.model_validate(values.get("model"))
-    except ValidationError as error:
-        raise ConfigError(explain(error, ModelConfig, f"{run / 'config.yaml'}: model")) from None
-
-
-def _cache_of(values: dict[str, Any], run: Path) -> str | Path:
-    """Folder of the token cache that a run was trained on; an imported model has no section data and none."""
-    data = values.get("data")
+def _cache_of(source: WeightsSource) -> str | Path:
+    """Folder of the token cache that weights were trained on; an imported model has no section data and none."""
+    data = source.configuration.get("data")
     if not isinstance(data, dict):
-        raise ConfigError(f"{run / 'config.yaml'}: names no token cache")
+        raise ConfigError(f"{source.origin}: names no token cache")
     return data.get("cache") or default_cache()
-
-
-def _cache_identity(run: Path) -> str | None:
-    """Identity of the cache that a run was trained on; None where it left no result."""
-    try:
-        identity: str | None = json.loads((run / "result.json").read_bytes()).get("cache_identity")
-    except (OSError, ValueError):
-        return None
-    return identity
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -81,6 +81,17 @@ def check_fits(config: Config, cache: TokenCache) -> None:
         )
 
 
+def describe_passes(config: Config, cache: TokenCache) -> str | None:
+    """A line for people where the run needs more tokens than the cache has; None where it does not."""
+    targets, tokens = run_updates(config) * config.training.tokens_per_update, cache.tokens("train")
+    if targets < tokens:
+        return None
+    return (
+        f"the run's {targets:,} targets pass {targets / tokens:.1f} times over the {tokens:,} training tokens of "
+        f"{cache.folder}, each time in another order"
+    )
+
+
 def learning_rate(config: Config, update: int) -> float:
     """Learning rate of update `update` (0-based): linear warm-up to the peak, then down to the final fraction of it.
 

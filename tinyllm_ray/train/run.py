@@ -1,278 +1,296 @@
-"""A recipe from its first update to its result, with everything a run leaves in its folder.
+"""A recipe from its first update to its result: when to read losses, evaluate, save and end.
 
-`config.yaml`, `environment.json` and `train.log` from the start; `metrics.jsonl` (a line an update) and `best.json` as
-it goes; `model.safetensors` and `result.json` at the end.
+In the run's folder lie `config.yaml`, `environment.json` and `train.log` from the start; `metrics.jsonl` (a line an
+update), `evaluations.jsonl`, `best.json` and `checkpoints/` as it goes; `result.json` at the end, whatever the end.
 """
 
-import json
+import dataclasses
 import logging
 import math
-import signal
-import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 
-from tinyllm_ray import journal
 from tinyllm_ray.clock import Clock
 from tinyllm_ray.config import Config
-from tinyllm_ray.data.cache import TokenCache, Tokens, unigram_level
-from tinyllm_ray.data.loader import subset_batches, validation_batches
-from tinyllm_ray.errors import EXIT_DONE, EXIT_NO_RESULT, ConfigError
-from tinyllm_ray.measure.environment import collect_environment, source_identity
-from tinyllm_ray.measure.memory import peak_memory
-from tinyllm_ray.train.evaluate import evaluate
-from tinyllm_ray.train.progress import Progress
+from tinyllm_ray.data.cache import TokenCache
+from tinyllm_ray.errors import EXIT_DONE, EXIT_NO_RESULT, TinyllmRayError
+from tinyllm_ray.measure.environment import collect_environment
+from tinyllm_ray.train.checkpoint import Checkpoint
+from tinyllm_ray.train.checkpoints import prune, save_checkpoint
+from tinyllm_ray.train.diagnosis import explain_fault
+from tinyllm_ray.train.interruption import Interruption
+from tinyllm_ray.train.progress import OnProgress, Progress, Starting
 from tinyllm_ray.train.recipe import epoch_ends, learning_rate, run_updates
+from tinyllm_ray.train.recording import Recording
+from tinyllm_ray.train.result import build_result
+from tinyllm_ray.train.stages import Stages
+from tinyllm_ray.train.state import RunState
 from tinyllm_ray.train.trainer import Trainer
 from tinyllm_ray.train.update import Statistics
-from tinyllm_ray.train.weights import save_weights
+from tinyllm_ray.train.validation import Evaluated, Validation
+from tinyllm_ray.train.weights import CheckpointWriteError
 
 log = logging.getLogger(__name__)
 
-_UPDATES_A_READ = 20
+_MOST_PENDING_UPDATES = 20
 """Losses are read back together: one wait for the device instead of twenty (a wait costs about 0.1 ms of queueing)."""
-
-
-@dataclass
-class _State:
-    """What a run accumulates."""
-
-    training_seconds: float = 0.0
-    pending: list[Statistics] = field(default_factory=list)
-    read_at: float = 0.0
-    best: dict[str, Any] | None = None
-    epochs: int = 0
-    loss: float = math.nan
-    finite: bool = True
-
-
-def prepare_folder(out: Path) -> None:
-    """Make the run's folder. Raises ConfigError when it holds something already or cannot be made."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        if any(out.iterdir()):
-            raise ConfigError(f"--out {out}: the folder is not empty; choose another or remove it")
-    except OSError as error:
-        raise ConfigError(f"--out {out}: {error.strerror}; choose a folder that can be written") from None
-
-
-def describe_passes(config: Config, cache: TokenCache) -> str | None:
-    """A line for people where the run needs more tokens than the cache has; None where it does not."""
-    targets, tokens = run_updates(config) * config.training.tokens_per_update, cache.tokens("train")
-    if targets < tokens:
-        return None
-    return (
-        f"the run's {targets:,} targets pass {targets / tokens:.1f} times over the {tokens:,} training tokens of "
-        f"{cache.folder}, each time in another order"
-    )
+_MOST_PENDING_SECONDS = 0.5
+"""A signal waits for what is queued, so slow updates are read back sooner."""
 
 
 class Run:
-    """One training run into the folder `out`; `execute` returns the exit status."""
+    """One session of a training run into the folder `out`; `execute` returns the exit status.
+
+    It goes on from `checkpoint` where there is one, and ends after update `stop_at`, interrupted, where that comes
+    before the recipe's end. `interruption` is who hears the signals, `stages` where the start's time went so far.
+    """
 
     def __init__(
         self,
         config: Config,
         cache: TokenCache,
         out: Path,
-        on_progress: Callable[[Progress], None] = lambda progress: None,
+        *,
+        checkpoint: Checkpoint | None = None,
+        stop_at: int | None = None,
+        on_progress: OnProgress = lambda event: None,
+        interruption: Interruption | None = None,
+        stages: Stages | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
-        self._config = config
-        self._cache = cache
-        self._out = out
+        self._config, self._cache, self._out = config, cache, out
+        self._checkpoint = checkpoint
         self._on_progress = on_progress
+        self._interruption = interruption or Interruption()
+        self._stages = stages or Stages(clock=clock)
         self._clock = clock
-        self._began = clock()
-        self._state = _State()
-        self._signal = 0
+        self._began = clock() - self._stages.total
+        self._total = run_updates(config)
+        self._stop = min(self._total, stop_at or self._total)
+        self._ends = epoch_ends(config)
+        self._state = RunState()
+        self._pending: list[Statistics] = []
+        self._most_pending = 1
+        self._saved_step = -1
+        self._before = RunState()
+        """As the sessions before left it."""
+        self._fault: dict[str, Any] | None = None
+        self._sound = True
+        """Whether the weights are worth keeping: an update that went non-finite did not touch them."""
 
     def execute(self) -> int:
         """Train, evaluate, write the result."""
-        (self._out / "config.yaml").write_text(self._config.to_yaml())
-        self._write_json("environment.json", collect_environment())
-        with _Interruptible(self._interrupt), Trainer(self._config, self._cache) as trainer:
-            log.info("start: %s", ", ".join(f"{name} {s:.2f} s" for name, s in trainer.stage_seconds.items()))
-            self._train(trainer)
-            if self._config.output.checkpoint == "final" and self._state.finite:
-                save_weights(trainer.model, self._out / "model.safetensors")
-            validation = self._validate(trainer) if self._state.finite and not self._signal else None
-            status = "failed" if not self._state.finite else "interrupted" if self._signal else "complete"
-            self._write_json("result.json", self._result(trainer, status, validation))
-        return {"complete": EXIT_DONE, "failed": EXIT_NO_RESULT, "interrupted": 128 + self._signal}[status]
+        environment = threading.Thread(target=self._write_environment, name="environment", daemon=True)
+        start = self._checkpoint.step if self._checkpoint else 0
+        with Trainer(self._config, self._cache, updates=start) as trainer:
+            if self._checkpoint is not None:
+                self._restore(trainer, self._checkpoint)
+            self._recording = Recording(self._out, start, self._config.output.tensorboard)
+            self._validation = Validation(trainer, self._cache, self._interruption, self._on_progress, self._clock)
+            self._interruption.leave = self._leave
+            self._stages.end("run_metadata", **trainer.stage_seconds)
+            environment.start()  # nvidia-smi and git take seconds, which the first update hides
+            if start < self._stop:
+                self._update_first(trainer)
+            with self._interruption.orderly():
+                self._train(trainer)
+                status = self._finish(trainer)
+                environment.join()
+                self._interruption.leave = lambda number: None
+        return status
+
+    def _restore(self, trainer: Trainer, checkpoint: Checkpoint) -> None:
+        checkpoint.load_weights(trainer.model)
+        self._state = RunState(**checkpoint.load_training(trainer.model, trainer.optimizer))
+        self._state.sessions += 1
+        self._before = dataclasses.replace(self._state)
+        self._saved_step = checkpoint.step
+        log.info("goes on from %s", checkpoint.path)
+
+    def _update_first(self, trainer: Trainer) -> None:
+        """The update that starts and compiles: a signal ends the process at once, since nothing is lost by it."""
+        began = self._clock()
+        how = "compiling" if self._config.execution.update == "compiled" else "running"
+        self._on_progress(Starting(f"{how} the first update"))
+        self._pending.append(trainer.step())
+        self._read(trainer, began, counted=False)
+        self._stages.end("first_update")
+        stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self._stages.seconds.items())
+        log.info("first update after %.2f s: %s", self._stages.total, stages)
 
     def _train(self, trainer: Trainer) -> None:
-        state, ends, total = self._state, epoch_ends(self._config), run_updates(self._config)
-        state.read_at = self._clock()
-        while trainer.updates < total and state.finite and not self._signal:
-            state.pending.append(trainer.step())
-            epoch = ends.get(trainer.updates)
-            last = trainer.updates == total
-            if len(state.pending) == _UPDATES_A_READ or epoch or last or trainer.updates == 1:
-                self._read(trainer)
-            if state.finite and (epoch or last) and not self._signal:
-                state.epochs = epoch or state.epochs
-                self._evaluate_subset(trainer)
-                state.read_at = self._clock()
-        if state.pending:
-            self._read(trainer)
+        self._reach(trainer)
+        began = self._clock()
+        while trainer.updates < self._stop and not self._over:
+            self._pending.append(trainer.step())
+            due = self._evaluation_due(trainer.updates) or self._checkpoint_due(trainer.updates)
+            if due or len(self._pending) >= self._most_pending or trainer.updates == self._stop:
+                self._read(trainer, began)
+                self._reach(trainer)
+                began = self._clock()
+        if self._pending:
+            self._read(trainer, began)
 
-    def _read(self, trainer: Trainer) -> None:
-        """Wait for the pending updates and write their metrics."""
+    @property
+    def _over(self) -> bool:
+        return bool(self._interruption.number) or self._fault is not None
+
+    def _reach(self, trainer: Trainer) -> None:
+        """Whatever is due at the present update."""
+        if self._evaluation_due(trainer.updates) and not self._over:
+            self._evaluate_subset()
+        if self._checkpoint_due(trainer.updates) and not self._over:
+            self._save(trainer)
+
+    def _evaluation_due(self, step: int) -> bool:
+        return (step in self._ends or step == self._total) and step > self._state.evaluated_step
+
+    def _checkpoint_due(self, step: int) -> bool:
+        output = self._config.output
+        if output.checkpoint == "interval":
+            assert output.checkpoint_interval is not None
+            return step % output.checkpoint_interval == 0
+        return output.checkpoint == "explicit" and step in (output.checkpoint_updates or ())
+
+    def _read(self, trainer: Trainer, began: float, counted: bool = True) -> None:
+        """Wait for the pending updates, queued since `began`, and write their metrics."""
         state = self._state
-        values = torch.stack([torch.stack(pair) for pair in state.pending]).tolist()
-        now = self._clock()
-        seconds = now - state.read_at
-        state.training_seconds += seconds
-        rate = len(values) * trainer.targets_per_update / seconds
-        first = trainer.updates - len(values)
-        for offset, (loss, grad_norm) in enumerate(values):
-            state.finite = state.finite and math.isfinite(loss) and math.isfinite(grad_norm)
-            if not state.finite:
-                log.error("update %d: loss %s, gradient norm %s", first + offset + 1, loss, grad_norm)
+        values = torch.stack([torch.stack([seen.loss, seen.grad_norm]) for seen in self._pending]).tolist()
+        seconds = self._clock() - began
+        targets = len(values) * trainer.targets_per_update
+        if counted:
+            state.training_seconds += seconds
+            state.training_targets += targets
+            self._most_pending = max(1, min(_MOST_PENDING_UPDATES, int(_MOST_PENDING_SECONDS * len(values) / seconds)))
+        self._note_seconds(trainer)
+        lines = []
+        for loss, grad_norm in values:
+            if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+                self._fail(state.step + 1, loss, explain_fault(trainer, self._cache, state.step), grad_norm)
                 break
-            state.loss = loss
-            self._write_metrics(trainer, first + offset, loss, grad_norm, rate)
-        state.pending.clear()
-        state.read_at = now
-        self._on_progress(Progress(trainer.updates, run_updates(self._config), state.loss, rate))
+            lines.append(self._metrics(trainer, loss, grad_norm, targets / seconds))
+            state.step, state.loss = state.step + 1, loss
+        self._pending.clear()
+        self._recording.metrics(lines)
+        if state.loss is not None:
+            self._on_progress(Progress(state.step, self._total, state.loss, targets / seconds))
 
-    def _write_metrics(self, trainer: Trainer, update: int, loss: float, grad_norm: float, rate: float) -> None:
-        line = {
-            "step": update + 1,
-            "tokens": (update + 1) * trainer.targets_per_update,
+    def _note_seconds(self, trainer: Trainer) -> None:
+        """Bring the sums over sessions up to date."""
+        before, state = self._before, self._state
+        state.elapsed_seconds = before.elapsed_seconds + self._clock() - self._began
+        state.data_wait_seconds = before.data_wait_seconds + trainer.data_wait_seconds
+        state.evaluation_seconds = before.evaluation_seconds + self._validation.seconds
+
+    def _metrics(self, trainer: Trainer, loss: float, grad_norm: float, rate: float) -> dict[str, Any]:
+        step = self._state.step
+        return {
+            "step": step + 1,
+            "tokens": (step + 1) * trainer.targets_per_update,
             "loss": loss,
-            "lr": learning_rate(self._config, update),
+            "lr": learning_rate(self._config, step),
             "grad_norm": grad_norm,
             "tokens_per_second": rate,
             "training_seconds": self._state.training_seconds,
-            "data_wait_seconds": trainer.data_wait_seconds,
+            "data_wait_seconds": self._state.data_wait_seconds,
         }
-        with (self._out / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
 
-    def _evaluate_subset(self, trainer: Trainer) -> None:
-        config, state = self._config, self._state
-        batches = subset_batches(
-            self._cache,
-            config.model.context,
-            config.micro_batch_size,
-            blocks=config.evaluation.subset_blocks,
-            seed=config.evaluation.subset_seed,
-        )
-        evaluated = self._evaluate(trainer, batches)
-        if evaluated is None:
+    def _fail(self, update: int, loss: float, where: str, grad_norm: float | None = None) -> None:
+        """Note what went non-finite, as text, since JSON has no such numbers."""
+        log.error("update %d: loss %s, gradient norm %s: %s", update, loss, grad_norm, where)
+        self._fault = {"update": update, "loss": str(loss), "grad_norm": str(grad_norm), "where": where}
+
+    def _evaluate_subset(self) -> None:
+        state = self._state
+        found = self._validation.subset()
+        if found is None:
             return
-        loss, targets = evaluated
-        log.info("update %d, epoch %d: subset loss %.4f over %d targets", trainer.updates, state.epochs, loss, targets)
-        if not math.isfinite(loss):
+        state.evaluated_step, state.epochs = state.step, self._ends.get(state.step, state.epochs)
+        if not math.isfinite(found.loss):
             # An update's own loss is that of the weights before it, so the last update's harm shows only here.
-            log.error("update %d left weights whose loss is %s", trainer.updates, loss)
-            state.finite = False
+            self._sound = False
+            self._fail(state.step, found.loss, "the validation subset, with the weights that the update left")
             return
-        if state.best is None or loss < state.best["loss"]:
-            state.best = {"loss": loss, "epoch": state.epochs, "step": trainer.updates}
-            self._write_json("best.json", state.best)
+        self._record("subset", found)
+        if state.best is None or found.loss < state.best["loss"]:
+            state.best = {"loss": found.loss, "epoch": state.epochs, "step": state.step}
+            self._recording.write_json("best.json", state.best)
 
-    def _evaluate(self, trainer: Trainer, batches: Iterator[Tokens]) -> tuple[float, int] | None:
-        """Loss and number of targets; None where a signal ended it on the way."""
+    def _record(self, split: str, found: Evaluated) -> None:
+        state = self._state
+        line = "update %d, epoch %d: %s loss %.4f over %d targets"
+        log.info(line, state.step, state.epochs, split, found.loss, found.targets)
+        self._recording.evaluation({"step": state.step, "epoch": state.epochs, "split": split, **found._asdict()})
 
-        def until_signal() -> Iterator[Tokens]:
-            for batch in batches:
-                if self._signal:
-                    raise _SignalledError
-                yield batch
-
+    def _save(self, trainer: Trainer) -> None:
+        """A checkpoint of the present state; one that cannot be written costs that checkpoint and nothing else."""
+        config, state, output = self._config, self._state, self._config.output
+        if self._saved_step == state.step:
+            return
+        began = self._clock()
+        asked_for = output.checkpoint_updates if output.checkpoint == "explicit" else None
+        self._note_seconds(trainer)
         try:
-            return evaluate(trainer.model, until_signal(), self._config.execution.sdpa_backend)
-        except _SignalledError:
-            return None
+            progress, identity = dataclasses.asdict(state), self._cache.identity
+            save_checkpoint(self._out, state.step, trainer.model, trainer.optimizer, progress, config, identity)
+            self._saved_step = state.step
+            prune(self._out, output.keep_checkpoints, always=asked_for or (), trusted=[state.step])
+        except CheckpointWriteError as error:
+            state.failed_checkpoints += 1
+            log.error("%s", error)
+        state.checkpoint_seconds += self._clock() - began
 
-    def _result(self, trainer: Trainer, status: str, validation: dict[str, Any] | None) -> dict[str, Any]:
-        config, state = self._config, self._state
-        source = source_identity()
-        tokens = trainer.updates * trainer.targets_per_update
-        elapsed = self._clock() - self._began
-        return {
+    def _finish(self, trainer: Trainer) -> int:
+        """Save what the policy promises, validate, write the result; the exit status."""
+        ended = self._state.step == self._total and not self._over
+        if self._config.output.checkpoint != "none" and self._state.step and self._sound:
+            self._save(trainer)
+        validation = self._validate() if ended else None
+        status = "failed" if self._fault else "complete" if validation else "interrupted"
+        written = self._recording.close()
+        self._note_seconds(trainer)
+        result = {
             "status": status,
-            "signal": self._signal or None,
-            "parameters": config.model.parameters,
-            "tokens": tokens,
-            "step": trainer.updates,
-            "epochs": state.epochs,
-            "best": state.best,
+            "signal": self._interruption.number or None,
+            "fault": self._fault,
             "validation": validation,
-            "levels": {"uniform": math.log(self._cache.vocab_size), "unigram": unigram_level(self._cache)},
-            "training_seconds": state.training_seconds,
-            "training_elapsed_seconds": elapsed,
-            "training_tokens_per_second": tokens / state.training_seconds if state.training_seconds else None,
-            "elapsed_tokens_per_second": tokens / elapsed,
-            "data_wait_seconds": trainer.data_wait_seconds,
-            "start_seconds": trainer.stage_seconds,
-            "memory": peak_memory(trainer.device).model_dump(),
-            "device": str(trainer.device),
-            "recipe_identity": config.recipe_identity,
-            "cache_identity": self._cache.identity,
-            "source_identity": source.sha256,
-            "source_dirty": source.dirty,
+            **build_result(trainer, self._cache, self._state),
+            "seconds_this_session": self._clock() - self._began,
+            "start_seconds": self._stages.seconds,
+            "entry_to_first_update_seconds": self._stages.total,
         }
+        if not self._recording.write_json("result.json", result) or not written:
+            raise TinyllmRayError(f"{self._out}: the result could not be written whole; free space and --resume")
+        if status == "interrupted":
+            return self._interruption.exit_status if self._interruption.number else EXIT_DONE
+        return EXIT_NO_RESULT if status == "failed" else EXIT_DONE
 
-    def _validate(self, trainer: Trainer) -> dict[str, Any] | None:
-        """The whole validation split; None where a signal ended it."""
-        config = self._config
-        begin = self._clock()
-        batches = validation_batches(self._cache, config.model.context, config.micro_batch_size)
-        evaluated = self._evaluate(trainer, batches)
-        if evaluated is None:
+    def _validate(self) -> dict[str, Any] | None:
+        """The whole validation split; None where a signal ended it, or the loss is not finite."""
+        found = self._validation.whole()
+        if found is None:
             return None
-        loss, targets = evaluated
+        if not math.isfinite(found.loss):
+            self._fail(self._state.step, found.loss, "the validation split")
+            return None
+        self._record("validation", found)
         return {
-            "loss": loss,
-            "perplexity": math.exp(loss),
-            "tokens": targets,
-            "seconds": self._clock() - begin,
+            "loss": found.loss,
+            "perplexity": math.exp(found.loss),
+            "tokens": found.targets,
+            "seconds": found.seconds,
             "split": "validation",
             "validation_complete": True,
         }
 
-    def _write_json(self, name: str, value: Any) -> None:
-        journal.write_atomically(self._out / name, (json.dumps(value, indent=2) + "\n").encode())
+    def _write_environment(self) -> None:
+        self._recording.write_json("environment.json", collect_environment())
 
-    def _interrupt(self, number: int) -> None:
-        self._signal = number
-        line = f"{signal.Signals(number).name}: ending after the update in flight; once more ends at once"
-        log.warning(line)
-        print(line, file=sys.stderr, flush=True)
-
-
-class _SignalledError(Exception):
-    """A signal came while validation batches were read."""
-
-
-class _Interruptible:
-    """While entered, the first SIGINT or SIGTERM asks for an orderly end; the next one has its usual effect."""
-
-    def __init__(self, interrupt: Callable[[int], None]) -> None:
-        self._interrupt = interrupt
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._handle)
-
-    def __exit__(self, *exception: object) -> None:
-        self._restore()
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._restore()
-        self._interrupt(number)
-
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+    def _leave(self, number: int) -> None:
+        """Called on another thread, at once: nothing was done in this session that would be lost."""
+        result = {"status": "interrupted", "signal": number, "step": self._before.step, "stage": "start"}
+        self._recording.write_json("result.json", result)

@@ -31,9 +31,10 @@ _MOST_THREADS_BESIDE_A_GPU = 8
 class Trainer:
     """One model in training; satisfies `measure.windows.Measured`.
 
-    `cache` None trains on one synthetic batch that stays on the device. `range_server` is the address of the node's
-    server of token ranges, where there is one. `stage_seconds` says where the start's time went. Use it as a context
-    manager, or call `close`, which also gives the process back the settings of determinism that it had.
+    It goes on after `updates` updates, whose rows it leaves out; weights and optimizer state are the caller's to put
+    back. `cache` None trains on one synthetic batch that stays on the device. `range_server` is the address of the
+    node's server of token ranges, where there is one. `stage_seconds` says where the start's time went. Use it as a
+    context manager, or call `close`, which also gives the process back the settings of determinism that it had.
     """
 
     def __init__(
@@ -42,11 +43,12 @@ class Trainer:
         cache: TokenCache | None,
         range_server: str | None = None,
         clock: Clock = time.perf_counter,
+        updates: int = 0,
     ) -> None:
         if cache is not None:
             check_fits(config, cache)
         self.config = config
-        self.updates = 0
+        self.updates = updates
         self.stage_seconds: dict[str, float] = {}
         self._last: Statistics | None = None
         with ExitStack() as open_until_closed:
@@ -72,7 +74,7 @@ class Trainer:
         self._update = Update(self.model, self.optimizer, config)
         self.stage_seconds["model_and_optimizer"] = clock() - begin
         begin = clock()
-        self.feed = _build_feed(config, cache, self.device, range_server)
+        self.feed = _build_feed(config, cache, self.device, range_server, self.updates)
         self.stage_seconds["loader"] = clock() - begin
 
     def __enter__(self) -> "Trainer":
@@ -129,7 +131,9 @@ def settle_threads(config: Config, device: torch.device) -> int:
     return config.execution.cpu_threads or default
 
 
-def _build_feed(config: Config, cache: TokenCache | None, device: torch.device, range_server: str | None) -> Feed:
+def _build_feed(
+    config: Config, cache: TokenCache | None, device: torch.device, range_server: str | None, updates: int
+) -> Feed:
     rows, context = config.rows_per_update, config.model.context
     if cache is None:
         return SyntheticFeed(rows, context, config.model.vocab_size, device, seed=config.training.seed)
@@ -139,6 +143,7 @@ def _build_feed(config: Config, cache: TokenCache | None, device: torch.device, 
         seed=config.training.seed,
         shards_per_range=config.data.shards_per_range,
         read_ahead=config.execution.prefetch_depth,
+        start_row=updates * rows,
         ranges=open_ranges(cache, range_server),
     )
     return device_feed(loader, rows, device)

@@ -1,0 +1,221 @@
+"""A run that was interrupted, wherever that was, ends as the one that was not."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from runs import learned, lines_of, metrics_of, read_json
+
+from tinyllm_ray.config import Config
+from tinyllm_ray.data.cache import TokenCache
+from tinyllm_ray.errors import ConfigError
+from tinyllm_ray.train.__main__ import main
+from tinyllm_ray.train.checkpoints import find_checkpoint
+
+MakeConfig = Callable[..., Config]
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="bits are promised on the CPU")
+
+EPOCH = 12
+"""Updates of an epoch here; the run has four, and its tokens last for 46 updates."""
+
+
+@pytest.fixture(scope="module")
+def recipe(tiny: MakeConfig, tiny_cache: TokenCache, tmp_path_factory: pytest.TempPathFactory) -> str:
+    config = tiny(
+        training={"token_budget": 4 * EPOCH * 128, "epochs": 4},
+        execution={"deterministic": True},
+        data={"cache": str(tiny_cache.folder)},
+    )
+    path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
+    path.write_text(config.to_yaml())
+    return str(path)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    os.environ.setdefault("TINYLLM_RAY_COMPILE_CACHE", str(tmp_path_factory.mktemp("compile")))
+
+
+def train(recipe: str, out: Path, *arguments: str) -> int:
+    return main(["--config", recipe, "--out", str(out), *arguments])
+
+
+@pytest.fixture(scope="module")
+def unbroken(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("unbroken") / "run"
+    assert train(recipe, out) == 0
+    return out
+
+
+class TestBits:
+    @pytest.mark.parametrize("stop", [1, 2, 6, EPOCH - 1, EPOCH, EPOCH + 1, 3 * EPOCH, 4 * EPOCH - 1, 4 * EPOCH])
+    def test_stopped_in_any_phase_of_an_epoch_and_resumed(
+        self, recipe: str, unbroken: Path, tmp_path: Path, stop: int
+    ) -> None:
+        out = tmp_path / "run"
+        assert train(recipe, out, "--stop-at", str(stop)) == 0
+        if stop < 4 * EPOCH:
+            result = read_json(out / "result.json")
+            assert (result["status"], result["step"], result["signal"]) == ("interrupted", stop, None)
+        assert train(recipe, out, "--resume") == 0
+        assert learned(out) == learned(unbroken)
+
+    def test_stopped_after_every_few_updates(self, recipe: str, unbroken: Path, tmp_path: Path) -> None:
+        out = tmp_path / "run"
+        for stop in range(7, 49, 7):
+            assert train(recipe, out, "--resume", "--stop-at", str(stop)) == 0
+        assert train(recipe, out, "--resume") == 0
+        assert learned(out) == learned(unbroken)
+        result = read_json(out / "result.json")
+        assert result["sessions"] == 7
+        # every session's first update, which starts and compiles, counts for no throughput
+        assert result["seconds_this_session"] < result["training_elapsed_seconds"]
+
+    def test_gone_on_with_in_another_folder(self, recipe: str, unbroken: Path, tmp_path: Path) -> None:
+        first, second = tmp_path / "first", tmp_path / "second"
+        assert train(recipe, first, "--stop-at", "20") == 0
+        before = {path: path.read_bytes() for path in first.rglob("*") if path.is_file()}
+        assert train(recipe, second, "--resume", str(first)) == 0
+        assert learned(second) == learned(unbroken)
+        assert {path: path.read_bytes() for path in first.rglob("*") if path.is_file()} == before
+
+    def test_an_older_checkpoint_leaves_the_later_lines_aside(
+        self, recipe: str, unbroken: Path, tmp_path: Path
+    ) -> None:
+        out = tmp_path / "run"
+        every = ("--set", "output.checkpoint=interval", "--set", "output.checkpoint_interval=10")
+        assert train(recipe, out, *every, "--stop-at", "25") == 0
+        shutil.rmtree(out / "checkpoints" / "step-00000025")
+        assert train(recipe, out, *every, "--resume") == 0
+        assert learned(out) == learned(unbroken)
+        assert [line["step"] for line in lines_of(out / "metrics.superseded.jsonl")] == [21, 22, 23, 24, 25]
+
+    def test_killed_and_resumed(self, recipe: str, unbroken: Path, tmp_path: Path) -> None:
+        """By SIGKILL, at whatever it was doing some time after its first checkpoint."""
+        out = tmp_path / "run"
+        every = ("--set", "output.checkpoint=interval", "--set", "output.checkpoint_interval=3")
+        command = [sys.executable, "-m", "tinyllm_ray.train", "--config", recipe, "--out", str(out), *every]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and not (out / "checkpoints" / "step-00000006").exists():
+            time.sleep(0.005)
+        process.kill()
+        process.wait()
+        assert train(recipe, out, *every, "--resume") == 0
+        assert learned(out) == learned(unbroken)
+
+
+class TestWhatMayDiffer:
+    def test_execution_output_and_bound(self, recipe: str, unbroken: Path, tmp_path: Path) -> None:
+        out = tmp_path / "run"
+        assert train(recipe, out, "--set", "training.max_updates=10") == 0
+        other = ("execution.micro_batch_size=2", "execution.sdpa_backend=math", "output.keep_checkpoints=1")
+        assert train(recipe, out, "--resume", *(word for setting in other for word in ("--set", setting))) == 0
+        assert read_json(out / "result.json")["step"] == 48
+        assert [path.name for path in (out / "checkpoints").glob("step-*")] == ["step-00000048"]
+        losses = [line["loss"] for line in metrics_of(out)]
+        assert losses == pytest.approx([line["loss"] for line in metrics_of(unbroken)], rel=1e-3)
+
+    @pytest.mark.parametrize(
+        ("settings", "named"),
+        [
+            (["optimizer.weight_decay=0.2"], ["optimizer.weight_decay"]),
+            (["training.seed=7", "model.layers=1"], ["training.seed", "model.layers"]),
+        ],
+    )
+    def test_another_recipe_is_refused_by_its_fields(
+        self, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: list[str], named: list[str]
+    ) -> None:
+        out = tmp_path / "run"
+        assert train(recipe, out, "--stop-at", "2") == 0
+        before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+        capsys.readouterr()
+        assert train(recipe, out, "--resume", *(word for setting in settings for word in ("--set", setting))) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert all(name in line for name in named)
+        assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+class TestCommand:
+    def test_without_resume_a_run_is_left_alone(
+        self, recipe: str, unbroken: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        before = (unbroken / "result.json").read_bytes()
+        assert train(recipe, unbroken) == 2
+        assert "--resume" in capsys.readouterr().err
+        assert (unbroken / "result.json").read_bytes() == before
+
+    def test_a_complete_run_is_complete(self, recipe: str, unbroken: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        before = (unbroken / "result.json").read_bytes()
+        assert train(recipe, unbroken, "--resume") == 0
+        assert "is complete: 48 updates" in capsys.readouterr().out
+        assert (unbroken / "result.json").read_bytes() == before
+
+    def test_resume_starts_where_there_is_nothing(
+        self, recipe: str, unbroken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        out = tmp_path / "run"
+        assert train(recipe, out, "--resume", "--stop-at", "1") == 0
+        assert "begins from the start" in capsys.readouterr().err
+
+    def test_the_configuration_may_come_from_the_folder(self, recipe: str, unbroken: Path, tmp_path: Path) -> None:
+        out = tmp_path / "run"
+        assert train(recipe, out, "--stop-at", "30") == 0
+        assert main(["--out", str(out), "--resume"]) == 0
+        assert learned(out) == learned(unbroken)
+
+    def test_an_older_checkpoint_of_the_same_folder_is_refused(
+        self, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        out = tmp_path / "run"
+        every = ("--set", "output.checkpoint=interval", "--set", "output.checkpoint_interval=2")
+        assert train(recipe, out, *every, "--stop-at", "4") == 0
+        assert train(recipe, out, "--resume", str(out / "checkpoints" / "step-00000002")) == 2
+        assert "later checkpoint, of update 4" in capsys.readouterr().err
+        assert train(recipe, out, "--resume", str(out / "checkpoints" / "step-00000004"), "--stop-at", "5") == 0
+
+    def test_resuming_from_nothing_is_refused(
+        self, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert train(recipe, tmp_path / "run", "--resume", str(tmp_path / "absent")) == 2
+        assert str(tmp_path / "absent") in capsys.readouterr().err
+        assert not (tmp_path / "run").exists()
+        assert main(["--out", str(tmp_path / "run"), "--resume"]) == 2
+        assert "--config is missing" in capsys.readouterr().err
+
+    def test_without_checkpoints_it_begins_again_and_loses_no_line(self, recipe: str, tmp_path: Path) -> None:
+        out, none = tmp_path / "run", ("--set", "output.checkpoint=none")
+        assert train(recipe, out, *none, "--stop-at", "5") == 0
+        assert not (out / "checkpoints").exists()
+        assert train(recipe, out, *none, "--resume", "--stop-at", "3") == 0
+        assert [line["step"] for line in metrics_of(out)] == [1, 2, 3]
+        assert [line["step"] for line in lines_of(out / "metrics.superseded.jsonl")] == [1, 2, 3, 4, 5]
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over(
+    recipe: str, unbroken: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "run"
+    every = ("--set", "output.checkpoint=interval", "--set", "output.checkpoint_interval=10")
+    assert train(recipe, out, *every, "--stop-at", "25") == 0
+    with (out / "checkpoints" / "step-00000025" / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\xff")
+    assert find_checkpoint(out).step == 20
+    assert train(recipe, out, *every, "--resume") == 0
+    assert learned(out) == learned(unbroken)
+
+
+def test_a_run_without_any_intact_checkpoint_is_refused(recipe: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert train(recipe, out, "--stop-at", "2") == 0
+    (out / "checkpoints" / "step-00000002" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError):
+        find_checkpoint(out)
+    assert train(recipe, out, "--resume") == 2

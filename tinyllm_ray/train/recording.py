@@ -1,0 +1,113 @@
+"""What a run writes beside its checkpoints: metrics and evaluations as JSON lines, single JSON files, event files.
+
+A full disk or a removed folder stops no training: lines wait in memory, and every later write tries again.
+"""
+
+import json
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tinyllm_ray import journal
+from tinyllm_ray.train.event_files import EventFiles
+
+log = logging.getLogger(__name__)
+
+
+class Lines:
+    """A JSON Lines file that grows; what cannot be written waits for the next time.
+
+    Unlike the journal it does not wait for the disk: a crash of the machine costs the last lines, which a resumed run
+    makes again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.waiting: list[str] = []
+        self._path = path
+        self._bytes = path.stat().st_size if path.exists() else 0
+        """Size of the file as far as its lines are whole."""
+
+    def append(self, entries: Iterable[dict[str, Any]]) -> None:
+        """Add objects and write all that wait. Raises OSError where that fails, and keeps them."""
+        self.waiting += [json.dumps(entry, allow_nan=False) + "\n" for entry in entries]
+        if not self.waiting:
+            return
+        data = "".join(self.waiting).encode()
+        with self._path.open("ab") as file:
+            # A disk that filled up on the way has left a part of a line; a file that is shorter is another one.
+            self._bytes = file.truncate(min(self._bytes, file.tell()))
+            file.write(data)
+        self._bytes += len(data)
+        self.waiting.clear()
+
+
+def keep_lines(path: Path, last_step: int) -> None:
+    """Have a JSON Lines file end with `last_step`, where a resumed run goes on.
+
+    Lines after it, which the interrupted run had written since its checkpoint, move to NAME.superseded.jsonl.
+    """
+    entries = journal.read_lines(path)
+    later = [entry for entry in entries if entry["step"] > last_step]
+    if later:
+        journal.append_lines(path.with_suffix(".superseded.jsonl"), later)
+    kept = "".join(json.dumps(entry) + "\n" for entry in entries if entry["step"] <= last_step)
+    journal.write_atomically(path, kept.encode())
+
+
+class Recording:
+    """The files of the run in folder `out`, from after `step` on."""
+
+    def __init__(self, out: Path, step: int = 0, event_files: bool = False) -> None:
+        self._out = out
+        for name in ("metrics.jsonl", "evaluations.jsonl"):
+            if (out / name).exists():
+                keep_lines(out / name, step)
+        self._metrics = Lines(out / "metrics.jsonl")
+        self._evaluations = Lines(out / "evaluations.jsonl")
+        self._events = EventFiles(out / "tensorboard", purge_step=step + 1 if step else None) if event_files else None
+        self._failing = False
+
+    def metrics(self, entries: list[dict[str, Any]]) -> None:
+        """A line an update."""
+        self._write(self._metrics, entries)
+        if self._events is not None:
+            for entry in entries:
+                self._events.add(entry["step"], {key: entry[key] for key in entry.keys() - {"step", "tokens"}})
+
+    def evaluation(self, entry: dict[str, Any]) -> None:
+        """A line an evaluation."""
+        self._write(self._evaluations, [entry])
+        if self._events is not None:
+            self._events.add(entry["step"], {f"{entry['split']}_loss": entry["loss"]})
+
+    def write_json(self, name: str, value: Any) -> bool:
+        """Replace OUT/name; False where that failed."""
+        try:
+            journal.write_atomically(self._out / name, (json.dumps(value, indent=2) + "\n").encode())
+        except OSError as error:
+            self._complain(error)
+            return False
+        return True
+
+    def close(self) -> bool:
+        """Write what waits; False where lines are lost."""
+        for lines in (self._metrics, self._evaluations):
+            self._write(lines, [])
+        if self._events is not None:
+            self._events.close()
+        return not self._metrics.waiting and not self._evaluations.waiting
+
+    def _write(self, lines: Lines, entries: list[dict[str, Any]]) -> None:
+        try:
+            lines.append(entries)
+        except OSError as error:
+            self._complain(error)
+            return
+        self._failing = False
+
+    def _complain(self, error: OSError) -> None:
+        """Once, until a write succeeds again."""
+        if not self._failing:
+            log.warning("%s cannot be written (%s); training goes on, and what waits is tried again", self._out, error)
+        self._failing = True

@@ -1,0 +1,68 @@
+"""A run's result: how it ended, what it reached, and what it took."""
+
+import math
+from typing import Any
+
+import torch
+
+from tinyllm_ray.config import Config
+from tinyllm_ray.data.cache import TokenCache, unigram_level
+from tinyllm_ray.measure.environment import devices, source_identity
+from tinyllm_ray.measure.flops import flop_per_target, peak_flops
+from tinyllm_ray.measure.memory import peak_memory
+from tinyllm_ray.train.state import RunState
+from tinyllm_ray.train.trainer import Trainer
+
+
+def build_result(trainer: Trainer, cache: TokenCache, state: RunState) -> dict[str, Any]:
+    """What result.json holds beside status, validation and the session's own seconds.
+
+    Training throughput leaves out starts, evaluations and checkpoints; elapsed throughput counts every second since
+    the process began. The share of the device's peak is null where the peak is not known.
+    """
+    config, source, device = trainer.config, source_identity(), devices()[0]
+    return (
+        _progress(config, state)
+        | {
+            "levels": {"uniform": math.log(cache.vocab_size), "unigram": unigram_level(cache)},
+            "memory": peak_memory(trainer.device).model_dump(),
+            "device": str(trainer.device),
+            "device_name": device.name,
+            "threads": trainer.threads,
+            "cache_identity": cache.identity,
+            "source_identity": source.sha256,
+            "source_dirty": source.dirty,
+        }
+        | _throughput(config, state, device.name)
+    )
+
+
+def _progress(config: Config, state: RunState) -> dict[str, Any]:
+    return {
+        "parameters": config.model.parameters,
+        "tokens": state.step * config.training.tokens_per_update,
+        "step": state.step,
+        "epochs": state.epochs,
+        "loss": state.loss,
+        "best": state.best,
+        "recipe_identity": config.recipe_identity,
+        "sessions": state.sessions,
+        "failed_checkpoints": state.failed_checkpoints,
+        "training_seconds": state.training_seconds,
+        "training_elapsed_seconds": state.elapsed_seconds,
+        "evaluation_seconds": state.evaluation_seconds,
+        "checkpoint_seconds": state.checkpoint_seconds,
+        "data_wait_seconds": state.data_wait_seconds,
+    }
+
+
+def _throughput(config: Config, state: RunState, device_name: str) -> dict[str, Any]:
+    rate = state.training_targets / state.training_seconds if state.training_seconds else None
+    flops = rate * flop_per_target(config.model) if rate else None
+    peak = peak_flops(device_name, torch.bfloat16)
+    return {
+        "training_tokens_per_second": rate,
+        "elapsed_tokens_per_second": state.step * config.training.tokens_per_update / state.elapsed_seconds,
+        "model_flops_per_second": flops,
+        "model_flops_share_of_peak": flops / peak if flops and peak else None,
+    }

@@ -1,0 +1,53 @@
+"""Weights to evaluate or export, wherever they lie: in a run, a checkpoint, an imported folder, a lone file."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from tinyllm_ray.errors import ConfigError
+from tinyllm_ray.sections import ModelConfig
+from tinyllm_ray.train.checkpoint import WEIGHTS
+from tinyllm_ray.train.checkpoints import find_checkpoint
+from tinyllm_ray.validation import explain
+from tinyllm_ray.yamlfile import read_mapping
+
+
+class WeightsSource(NamedTuple):
+    """Where weights lie, and what is known about them."""
+
+    weights: Path
+    """A safetensors file under our names."""
+    configuration: dict[str, Any]
+    """The configuration they were made with, or its section `model`, or nothing, as plain values."""
+    origin: str
+    """The configuration's place, for messages."""
+    step: int | None = None
+    cache_identity: str | None = None
+
+    @property
+    def model(self) -> ModelConfig:
+        """Raises ConfigError where the configuration has no valid section `model`."""
+        try:
+            return ModelConfig.model_validate(self.configuration.get("model"))
+        except ValidationError as error:
+            raise ConfigError(explain(error, ModelConfig, f"{self.origin}: model")) from None
+
+
+def open_weights(source: Path) -> WeightsSource:
+    """The weights of a run's folder (its newest intact checkpoint), of a checkpoint's, of a folder with config.yaml and
+    model.safetensors, or of a `.safetensors` file. Raises ConfigError where there are none, or none intact.
+    """
+    if source.is_file():
+        return WeightsSource(source, {}, str(source))
+    if (source / WEIGHTS).is_file() and (source / "config.yaml").is_file():
+        return WeightsSource(source / WEIGHTS, read_mapping(source / "config.yaml"), str(source / "config.yaml"))
+    found = find_checkpoint(source)
+    manifest = found.manifest
+    return WeightsSource(
+        found.path / WEIGHTS,
+        manifest.config,
+        str(found.path),
+        step=manifest.step,
+        cache_identity=manifest.cache_identity,
+    )
