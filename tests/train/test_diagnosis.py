@@ -134,6 +134,7 @@ def test_changes_nothing_and_raises_nothing(
     explain_fault(trainer, tiny_cache, 0)
     assert all(map(torch.equal, before, trainer.model.parameters()))
     assert all(weight.grad is None for weight in trainer.model.parameters())
+    assert not any(module._forward_hooks for module in trainer.model.modules())
 
     def fail(model: Poisoned, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("no memory\nand more lines")

@@ -255,8 +255,8 @@ class TestCompileCacheTag:
 
     @staticmethod
     def tag(tiny: MakeConfig, **execution: Any) -> str:
-        tag_compile_cache(tiny(execution={"update": "compiled", **execution}))
-        tag: str = torch.compiler.config.cache_key_tag
+        tag = tag_compile_cache(tiny(execution={"update": "compiled", **execution}))
+        assert tag == torch.compiler.config.cache_key_tag
         return tag
 
     def test_every_backend_and_mode_has_its_own(self, tiny: MakeConfig) -> None:
@@ -350,13 +350,26 @@ class TestCompiled:
             assert self.hits_and_misses(tiny, sdpa_backend="flash", cpu_threads=2) == (1, 0)
             assert self.hits_and_misses(tiny, sdpa_backend="math") == (0, 1)
 
-    @staticmethod
-    def hits_and_misses(tiny: MakeConfig, **execution: Any) -> tuple[int, int]:
+    def test_losses_that_are_built_before_either_is_traced_keep_apart(self, tiny: MakeConfig) -> None:
+        backends = ("flash", "math")
+        with torch._inductor.config.patch({"cpp.vec_isa_ok": False}):
+            losses = [self.loss(tiny, sdpa_backend=backend) for backend in backends]
+            assert [self.trace(loss) for loss in losses] == [(0, 1), (0, 1)]
+            assert [self.hits_and_misses(tiny, sdpa_backend=backend) for backend in backends] == [(1, 0), (1, 0)]
+
+    @classmethod
+    def hits_and_misses(cls, tiny: MakeConfig, **execution: Any) -> tuple[int, int]:
         """Of the cache of differentiated graphs, as a new process would have them."""
+        return cls.trace(cls.loss(tiny, **execution))
+
+    @staticmethod
+    def loss(tiny: MakeConfig, **execution: Any) -> Callable[..., torch.Tensor]:
+        config = tiny(execution={"update": "compiled", **execution})
+        return build_loss(cast(Llama, Product()), config, torch.device("cpu"))
+
+    @staticmethod
+    def trace(loss: Callable[..., torch.Tensor]) -> tuple[int, int]:
         forget_graphs()
-        loss = build_loss(
-            cast(Llama, Product()), tiny(execution={"update": "compiled", **execution}), torch.device("cpu")
-        )
         loss(torch.ones(4, 4), torch.ones(4, 4)).backward(torch.ones(4, 4))
         seen = counters["aot_autograd"]
         assert not seen["autograd_cache_bypass"]

@@ -109,11 +109,14 @@ def build_loss(model: Llama, config: Config, device: torch.device) -> Loss:
     `recompile_limit`, raises where PyTorch would otherwise run the code eagerly from then on.
     """
     inner: Loss = model.loss
+    tag = ""
     if config.execution.update == "compiled":
-        tag_compile_cache(config)
+        tag = tag_compile_cache(config)
         inner = torch.compile(model.loss, mode=config.execution.compile_mode, dynamic=False, fullgraph=True)
 
     def loss(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if tag:  # every time: what is traced in this call, and in its backward pass, must not go by another loss's tag
+            torch.compiler.config.cache_key_tag = tag
         # Around the compiled function: an autocast block inside it bypasses PyTorch's cache of differentiated graphs,
         # so that every process traces them anew (pytorch/pytorch#191106).
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
@@ -122,12 +125,13 @@ def build_loss(model: Llama, config: Config, device: torch.device) -> Loss:
     return loss
 
 
-def tag_compile_cache(config: Config) -> None:
-    """Keep this execution's graphs apart from others' in the compile cache.
+def tag_compile_cache(config: Config) -> str:
+    """Keep this execution's graphs apart from others' in the compile cache; the tag by which they are.
 
     PyTorch's cache key does not hold the SDPA backend: over a shared cache, `efficient` was seen to run cuDNN's
     kernels (1.90 M targets/s against its own 1.52 M, one H200). The tag is part of every key; threads and read-ahead
     change no graph and are left out.
     """
     compiled = config.execution.model_dump(include={"compile_mode", "sdpa_backend", "deterministic"})
-    torch.compiler.config.cache_key_tag = identity(compiled)[:16]
+    torch.compiler.config.cache_key_tag = tag = identity(compiled)[:16]
+    return tag
