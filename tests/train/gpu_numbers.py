@@ -81,7 +81,9 @@ def compute_all(config: Config, sets: list[Weights], batch: torch.Tensor, update
     gradients: Weights = {}
 
     def keep(*_: object) -> None:
-        gradients.update({name: weight.grad.clone() for name, weight in model.named_parameters()})  # type: ignore[union-attr]
+        gradients.update(
+            {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+        )
 
     optimizer.register_step_pre_hook(keep)
     for weights in sets:
