@@ -8,9 +8,11 @@ import pytest
 
 import tinyllm_ray.data.__main__ as data_command
 import tinyllm_ray.train.__main__ as train_command
+import tinyllm_ray.train.convert as convert
 import tinyllm_ray.tune.__main__ as tune_command
 from tinyllm_ray.config import preset_names
 from tinyllm_ray.data.prepare import CACHE_VARIABLE
+from tinyllm_ray.train.evaluate_command import evaluate_parser
 from tinyllm_ray.tune import TuneResult
 
 ROOT = Path(__file__).parents[1]
@@ -19,6 +21,11 @@ PARSERS = {
     "tinyllm_ray.data": data_command.build_parser,
     "tinyllm_ray.train": train_command.build_parser,
     "tinyllm_ray.tune": tune_command.build_parser,
+}
+TRAIN_COMMANDS = {
+    "evaluate": evaluate_parser,
+    "export": convert.export_parser,
+    "import": convert.import_parser,
 }
 
 
@@ -39,7 +46,15 @@ def test_it_shows_every_command() -> None:
 
 @pytest.mark.parametrize(("module", "arguments"), commands())
 def test_a_command_parses(module: str, arguments: list[str]) -> None:
-    PARSERS[module]().parse_args(arguments)
+    if module == "tinyllm_ray.train" and arguments[0] in TRAIN_COMMANDS:
+        TRAIN_COMMANDS[arguments[0]]().parse_args(arguments[1:])
+    else:
+        PARSERS[module]().parse_args(arguments)
+
+
+def test_it_shows_every_command_beside_training() -> None:
+    assert set(TRAIN_COMMANDS) == set(train_command.COMMANDS)
+    assert all(f"tinyllm_ray.train {name} " in README for name in TRAIN_COMMANDS)
 
 
 def test_the_first_screen_has_one_command_to_run_and_one_to_test() -> None:

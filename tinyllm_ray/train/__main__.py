@@ -43,14 +43,14 @@ exit status: 0 trained to the end, or to --stop-at; 1 a fault of the program; 2 
 a gradient went non-finite; 130 ended by SIGINT; 143 ended by SIGTERM or SIGUSR1
 """
 
-_COMMANDS = {"evaluate": evaluate_command, "export": export_command, "import": import_command}
+COMMANDS = {"evaluate": evaluate_command, "export": export_command, "import": import_command}
 
 
 def main(arguments: list[str] | None = None, age_seconds: float = 0.0) -> int:
     """Run the command line and return its exit status; `age_seconds` is how long the process lives already."""
     stages = Stages(age_seconds)
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments and (command := _COMMANDS.get(arguments[0])):
+    if arguments and (command := COMMANDS.get(arguments[0])):
         return command(arguments[1:])
     options = build_parser().parse_args(arguments)
     with Interruption(lambda number: leave_before_start(options.out, options.resume is not None, number)) as heard:
