@@ -12,7 +12,21 @@ from pydantic import BaseModel, ValidationError
 from tinyllm_ray import journal
 from tinyllm_ray.errors import TinyllmRayError
 from tinyllm_ray.measure.environment import collect_environment
-from tinyllm_ray.records import Device, Fate, Memory, Protocol, Seconds, TrialRecord, Window, read_records
+from tinyllm_ray.records import (
+    Device,
+    Fate,
+    KernelCategory,
+    KernelTime,
+    Memory,
+    Parity,
+    Proof,
+    Protocol,
+    Seconds,
+    TrajectoryPoint,
+    TrialRecord,
+    Window,
+    read_records,
+)
 from tinyllm_ray.sections import ExecutionConfig
 from tinyllm_ray.yamlfile import read_mapping
 
@@ -28,6 +42,27 @@ WINDOWS = st.builds(
     loss=st.none() | FIGURES,
     grad_norm=st.none() | FIGURES,
     timestamp=FIGURES,
+)
+KERNELS = st.builds(
+    KernelTime,
+    name=st.text(max_size=5),
+    category=st.sampled_from(get_args(KernelCategory)),
+    milliseconds=FIGURES,
+    launches=FIGURES,
+)
+PROOFS = st.builds(
+    Proof,
+    kernel_source=st.sampled_from(["device", "operators", None]),
+    attention_seen=st.lists(st.text(max_size=5), max_size=2),
+    parity=st.none()
+    | st.builds(
+        Parity,
+        loss=st.none() | FIGURES,
+        reference_loss=FIGURES,
+        relative_loss_error=st.none() | FIGURES,
+        relative_gradient_error=FIGURES,
+    ),
+    trajectory=st.lists(st.builds(TrajectoryPoint, loss=st.none() | FIGURES, grad_norm=FIGURES), max_size=2),
 )
 
 
@@ -60,7 +95,8 @@ RECORDS = st.builds(
     windows=st.lists(WINDOWS, max_size=3),
     targets_per_second=st.none() | FIGURES,
     memory=st.builds(Memory, used_bytes=st.none() | st.integers(0, 2**40)),
-    kernels=st.none() | st.lists(st.dictionaries(st.text(max_size=5), FIGURES, max_size=2), max_size=2),
+    kernels=st.none() | st.lists(KERNELS, max_size=2),
+    proof=st.none() | PROOFS,
     environment=st.dictionaries(st.text(max_size=5), st.none() | st.text(max_size=5) | FIGURES, max_size=3),
 )
 
@@ -97,6 +133,8 @@ def test_a_record_takes_the_environment_of_this_machine() -> None:
         {"schema_version": 2},
         {"tokens_per_second": 1.0},
         {"windows": [{"index": 0}]},
+        {"kernels": [{"name": "k", "category": "attention", "milliseconds": 1.0, "launches": 1.0}]},
+        {"proof": {"parity": {"updates": 0, "targets": 1, "loss": float("nan")}}},
         {"protocol": {"windows": 0}},
     ],
 )
@@ -198,7 +236,7 @@ def test_the_reference_has_three_files() -> None:
     "field",
     [
         *("tokens", "windows.loss", "windows[].tokens", "seconds[].start", "seconds.begin", "timestamp.x", "kernels"),
-        *("proof.x", "execution.layers", "environment.x"),
+        *("proof.x", "proof.parity.x", "kernels[].count", "execution.layers", "environment.x"),
     ],
 )
 def test_the_search_for_fields_finds_no_field_that_is_not_there(field: str) -> None:

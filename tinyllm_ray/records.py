@@ -102,6 +102,69 @@ class Device(_Record):
     total_memory_bytes: int | None = None
 
 
+KernelCategory = Literal[
+    "attention_forward",
+    "attention_backward",
+    "matmul",
+    "loss",
+    "norm",
+    "rotary",
+    "activation",
+    "optimizer",
+    "copy",
+    "other",
+]
+
+
+class KernelTime(_Record):
+    """What one kernel costs an update, as the mean over the profiled updates."""
+
+    name: str
+    category: KernelCategory
+    milliseconds: float
+    launches: float
+
+
+class Parity(_Record):
+    """Loss and gradients of one update beside those of the reference execution, on equal weights and tokens."""
+
+    updates: int
+    """Updates the weights had had; 0 for fresh ones."""
+    targets: int
+    loss: float | None
+    """In nats a target; None, here and below, if not finite."""
+    reference_loss: float | None
+    relative_loss_error: float | None
+    relative_gradient_error: float | None
+    """Norm of the gradients' difference over the norm of the reference's, over all weights."""
+    worst_weight: str | None = None
+    """The weight whose own gradient differs most by the same measure."""
+    worst_weight_error: float | None = None
+
+
+class TrajectoryPoint(_Record):
+    """What one update of a run said."""
+
+    update: int
+    """Its number, counted from 1."""
+    loss: float | None
+    """None if not finite; so is the norm."""
+    grad_norm: float | None
+
+
+class Proof(_Record):
+    """The evidence that what was asked is what ran, and that it computed what it should."""
+
+    kernel_source: Literal["device", "operators"] | None = None
+    """device: every kernel of the device; operators: PyTorch's operators, on a CPU, which has no kernels to record."""
+    profiled_updates: int | None = None
+    attention_asked: str | None = None
+    attention_seen: list[str] = []
+    """SDPA backends whose kernels ran."""
+    parity: Parity | None = None
+    trajectory: list[TrajectoryPoint] = []
+
+
 class TrialRecord(_Record):
     """The whole truth about one trial."""
 
@@ -134,9 +197,9 @@ class TrialRecord(_Record):
     targets_per_second: float | None = None
     """Median over the windows."""
     memory: Memory = Memory()
-    kernels: list[dict[str, Any]] | None = None
-    """Device kernels by category; None where they were not recorded."""
-    proof: dict[str, Any] | None = None
+    kernels: list[KernelTime] | None = None
+    """All kernels of an update, the longest first; None where they were not recorded."""
+    proof: Proof | None = None
     environment: dict[str, Any] = {}
     compile_cache: str | None = None
     configuration: str | None = None
