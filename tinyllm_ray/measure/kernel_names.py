@@ -89,9 +89,10 @@ _FUSED_RULES: tuple[tuple[KernelCategory, re.Pattern[str]], ...] = (
     ("norm", re.compile(r"_norm|rsqrt|_pow")),
     ("activation", re.compile(r"silu|gelu|sigmoid|relu|swiglu")),
     ("rotary", re.compile(r"_(?:cos|sin|rotary|rope|rotate)(?=_|$)|_mul_(?:.*_)?(?:sub|neg)(?=_|$)")),
-    ("matmul", re.compile(r"matmul|gemm|linear|_(?:add|b)?mm(?=_|$)")),
     ("copy", re.compile(rf"(?:_+(?:{'|'.join(_MOVES)}))*_*\d*")),
 )
+# In an Inductor name a product is only what a bias is added to.
+_OWN_PRODUCT = re.compile(r"matmul|linear")
 # A fused kernel that only rearranges what attention returned is named after it, on whatever backend attention ran.
 _REARRANGED_ATTENTION = re.compile(r"_scaled_dot_product_(?:[a-z]+_)*?attention(?:_for_cpu)?(?:_backward)?")
 
@@ -99,7 +100,8 @@ _REARRANGED_ATTENTION = re.compile(r"_scaled_dot_product_(?:[a-z]+_)*?attention(
 def categorize(name: str) -> KernelCategory:
     """The kind of work of the kernel or operator called `name`."""
     if name.startswith(_OWN):
-        return _categorize_fused("_" + name.removeprefix(_OWN))
+        product = _OWN_PRODUCT.search(name) and not _LOSS_WORDS.search(name)
+        return "matmul" if product else _categorize_fused("_" + name.removeprefix(_OWN))
     if _TEMPLATE.match(name):
         return _attention(name) if "flex_attention" in name else "matmul"
     if fused := _FUSED.match(name):

@@ -1,0 +1,171 @@
+"""An A/A band refuses runs that trained otherwise than asked, and no run that only rounds otherwise."""
+
+import functools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from liars import LIES, Lie, lying, small_config, trajectory
+
+from tinyllm_ray.measure.band import (
+    BFLOAT16_FLOOR,
+    CHECKED_UPDATES,
+    FLOAT32_FLOOR,
+    Band,
+    Floor,
+    Interval,
+    Trajectory,
+    band_of,
+    within_band,
+)
+from tinyllm_ray.records import TrajectoryPoint
+from tinyllm_ray.yamlfile import read_mapping
+
+NO_FLOOR = Floor(loss=0.0, grad_norm=0.0)
+SEEDS = (1, 2, 3)
+
+
+def points(*values: tuple[float | None, float | None], updates: tuple[int, ...] = CHECKED_UPDATES) -> Trajectory:
+    return [
+        TrajectoryPoint(update=update, loss=loss, grad_norm=norm)
+        for update, (loss, norm) in zip(updates, values, strict=False)
+    ]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@functools.cache
+def honest_band(seed: int, floor: Floor) -> Band:
+    """Of whole updates: equal runs, which a CPU repeats bit by bit, so that one of them rounds otherwise."""
+    runs = [list(trajectory(small_config(seed, micro_batch_size=size), CHECKED_UPDATES)) for size in (8, 4, 8)]
+    return band_of(runs, floor)
+
+
+def verdict(seed: int, floor: Floor, lie: Lie | None = None, **execution: object) -> str | None:
+    """Why a run is refused; it ends where it is."""
+    band = honest_band(seed, floor)
+    with lying(lie):
+        run = trajectory(small_config(seed, **execution), CHECKED_UPDATES)
+        for point in run:
+            reason = within_band([point], {point.update: band[point.update]})
+            if reason is not None:
+                return reason
+    return None
+
+
+@pytest.mark.parametrize("floor", [FLOAT32_FLOOR, BFLOAT16_FLOOR], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+def test_every_liar_is_caught(lie: Lie, floor: Floor) -> None:
+    assert verdict(SEEDS[0], floor, lie) is not None
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_honest_executions_pass(seed: int) -> None:
+    assert verdict(seed, FLOAT32_FLOOR, micro_batch_size=2, sdpa_backend="flash") is None
+    assert verdict(seed, FLOAT32_FLOOR, micro_batch_size=4, sdpa_backend="math") is None
+
+
+def test_another_seed_is_another_run() -> None:
+    other = list(trajectory(small_config(SEEDS[1]), CHECKED_UPDATES[:1]))
+    reason = within_band(other, {CHECKED_UPDATES[0]: honest_band(SEEDS[0], BFLOAT16_FLOOR)[CHECKED_UPDATES[0]]})
+    assert reason is not None
+    assert reason.startswith("update 20: loss ")
+
+
+GH200 = read_mapping(Path(__file__).with_name("gh200_trajectories.yaml"))
+
+
+class TestRecordedRuns:
+    """26 runs by 16 executions on GH200 nodes, in bf16."""
+
+    runs = tuple(points(*run, updates=(120, 220, 320)) for run in GH200["runs"])
+
+    @pytest.mark.parametrize("first", range(26))
+    def test_a_band_of_any_four_holds_all_at_update_120(self, first: int) -> None:
+        band = band_of([(self.runs * 2)[first + at][:1] for at in range(4)], BFLOAT16_FLOOR)
+        assert [within_band(run, band) for run in self.runs] == [None] * 26
+
+    def test_a_replayed_batch_is_refused(self) -> None:
+        band = band_of(self.runs[:4], BFLOAT16_FLOOR)
+        reason = within_band(points(*GH200["replayed_batch"], updates=(120, 220, 320)), band)
+        assert reason is not None
+        assert reason.startswith("update 120: loss 7.58187 is outside, equal runs lie in 8.50")
+
+
+class TestBand:
+    def test_its_width_is_the_spread_times_the_factor(self) -> None:
+        runs = [points((10.0, 1.0)), points((11.5, 1.0)), points((9.5, 1.1))]
+        (intervals,) = band_of(runs, NO_FLOOR, factor=2.0).values()
+        assert intervals == {"loss": Interval(6.0, 14.0), "grad_norm": Interval(pytest.approx(0.8), pytest.approx(1.2))}
+
+    def test_the_floor_gives_equal_runs_a_width(self) -> None:
+        (intervals,) = band_of([points((10.0, 2.0))] * 3, Floor(loss=0.01, grad_norm=0.1)).values()
+        assert intervals["loss"] == Interval(pytest.approx(9.9), pytest.approx(10.1))
+        assert intervals["grad_norm"] == Interval(pytest.approx(1.8), pytest.approx(2.2))
+
+    def test_noise_that_was_seen_earlier_counts_later(self) -> None:
+        runs = [points((10.0, 1.0), (5.0, 1.0)), points((10.1, 1.0), (5.0, 1.0))]
+        band = band_of(runs, NO_FLOOR, factor=1.0)
+        assert within_band(points((10.05, 1.0), (5.049, 1.0)), band) is None
+        assert within_band(points((10.05, 1.0), (5.051, 1.0)), band) is not None
+
+    def test_noise_of_later_updates_does_not_count_earlier(self) -> None:
+        runs = [points((10.0, 1.0), (5.0, 1.0)), points((10.0, 1.0), (6.0, 1.0))]
+        assert within_band(points((10.01, 1.0), (5.5, 1.0)), band_of(runs, NO_FLOOR)) is not None
+
+    @pytest.mark.parametrize(
+        ("values", "reason"),
+        [
+            ([(10.0, 1.0)], "update 60 was not recorded"),
+            ([(None, 1.0), (10.0, 1.0)], "update 20: loss is not finite, equal runs lie in 9 to 11"),
+            ([(10.0, None), (10.0, 1.0)], "update 20: gradient norm is not finite, equal runs lie in 0.5 to 1.5"),
+            ([(10.0, 1.0), (10.0, 1.6)], "update 60: gradient norm 1.6 is outside, equal runs lie in 0.5 to 1.5"),
+            ([(8.9, 1.0), (10.0, 1.0)], "update 20: loss 8.9 is outside, equal runs lie in 9 to 11"),
+        ],
+    )
+    def test_what_is_not_inside_is_named(self, values: list[tuple[float | None, float | None]], reason: str) -> None:
+        band = band_of([points((10.0, 1.0), (10.0, 1.0))] * 2, Floor(loss=0.1, grad_norm=0.5))
+        assert within_band(points(*values), band) == reason
+
+    @pytest.mark.parametrize(
+        ("runs", "message"),
+        [
+            ([points((1.0, 1.0))], "1 run spans no band"),
+            ([points((1.0, 1.0)), points((1.0, 1.0), updates=(7,))], "no update in common"),
+            ([points((1.0, 1.0)), points((1.0, None))], "update 20: the grad_norm of a run .* is not finite"),
+        ],
+    )
+    def test_what_spans_no_band_is_refused(self, runs: list[Trajectory], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            band_of(runs, NO_FLOOR)
+
+    @given(
+        runs=st.lists(st.tuples(*[st.tuples(st.floats(0.1, 20), st.floats(1e-3, 1e3))] * 3), min_size=2, max_size=6),
+        factor=st.floats(1.01, 10.0),
+    )
+    def test_runs_that_span_it_lie_inside(self, runs: list[tuple[tuple[float, float], ...]], factor: float) -> None:
+        band = band_of([points(*run) for run in runs], NO_FLOOR, factor)
+        assert [within_band(points(*run), band) for run in runs] == [None] * len(runs)
+
+    @pytest.mark.parametrize(("runs", "refused"), [(3, 0.02), (4, 0.004), (5, 0.001)])
+    def test_few_equal_runs_are_refused(self, runs: int, refused: float) -> None:
+        """As the module says of normal noise, a single check and no floor; the share of 4,000 draws."""
+        generator = random.Random(0)
+
+        def draw() -> Trajectory:
+            return points((generator.gauss(8.0, 0.001), 1.0))
+
+        strange = sum(
+            within_band(draw(), band_of([draw() for _ in range(runs)], NO_FLOOR)) is not None for _ in range(4000)
+        )
+        assert strange / 4000 < refused
