@@ -82,6 +82,7 @@ class TestNames:
             (f"{NATIVE}multi_tensor_apply_kernel<TensorListMetadata<4>, FusedAdamMathFunctor<float, 4>>", "optimizer"),
             ("triton_per_fused__safe_softmax_add_scalar_tensor_tril_where_2", "attention_forward"),
             ("triton_red_fused__softmax__to_copy_prepare_softmax_online_2", "attention_forward"),
+            ("triton_red_fused_prepare_softmax_online_14", "loss"),
             ("triton_per_fused__softmax_backward_data_mul_5", "attention_backward"),
             ("triton_poi_fused_cos_mul_sin_0", "rotary"),
             ("triton_poi_fused_add_mul_neg_slice_stack_7", "rotary"),

@@ -44,7 +44,7 @@ class Floor:
 
 
 FLOAT32_FLOOR = Floor(loss=1e-5, grad_norm=1e-3)
-"""Other micro-batches and backends were seen to change 4e-7 of the loss and 1.6e-5 of the norm in 120 updates on a CPU."""
+"""Other micro-batches and backends changed 4e-7 of the loss and 1.6e-5 of the norm in 120 updates on a CPU."""
 BFLOAT16_FLOOR = Floor(loss=1e-4, grad_norm=0.03)
 
 

@@ -84,7 +84,8 @@ _MOVES = (
 )
 _LOSS_WORDS = re.compile(r"log_softmax|nll_loss|cross_entropy")
 _FUSED_RULES: tuple[tuple[KernelCategory, re.Pattern[str]], ...] = (
-    ("loss", _LOSS_WORDS),
+    # The first half of a long softmax that Inductor split; the scores' is seldom that long.
+    ("loss", re.compile(rf"{_LOSS_WORDS.pattern}|prepare_softmax_online")),
     ("optimizer", re.compile(r"_foreach|adam|addcdiv|lerp|clip|optimizer")),
     ("norm", re.compile(r"_norm|rsqrt|_pow")),
     ("activation", re.compile(r"silu|gelu|sigmoid|relu|swiglu")),

@@ -77,7 +77,7 @@ def record_kernels(
 ) -> KernelProfile:
     """Run and profile at least one update and at most `updates`, as many as are expected to fit into `limit_seconds`.
 
-    Reading the profiler's events is what costs: 20 to 50 microseconds each on a host's core, and an eager update with
+    Reading the profiler's events is what costs: about 45 microseconds each on one core, and an eager update with
     many micro-batches has tens of thousands. So one update is profiled first, and its cost says how many more fit.
 
     Call it when times and peak memory have been read: CUPTI keeps buffers on the device and stays attached. Kernels of
@@ -87,8 +87,8 @@ def record_kernels(
     begin = clock()
     totals = _Totals()
     # The first session of a process also starts CUPTI, once; the others cost what follows it.
-    begin_reading = _profile(step, synchronize, source, 1, totals, clock)
-    each = clock() - begin_reading
+    first_began = _profile(step, synchronize, source, 1, totals, clock)
+    each = clock() - first_began
     more = min(updates - 1, int((limit_seconds - (clock() - begin)) / max(each, 1e-9)))
     if more > 0:
         _profile(step, synchronize, source, more, totals, clock)
@@ -119,7 +119,7 @@ def _profile(
 
 @contextmanager
 def _no_collector() -> Iterator[None]:
-    """Tens of thousands of events that all stay alive keep the collector busy: a third of the reading, measured."""
+    """Tens of thousands of events that all stay alive keep the collector busy: more than a third of the reading."""
     enabled = gc.isenabled()
     gc.disable()
     try:
