@@ -1,0 +1,68 @@
+"""How one update of N models executes: all models' micro-batches at once, clipping one by one, AdamW, mixing."""
+
+import torch
+
+from tinyllm_ray.model.attention import sdpa_backend
+from tinyllm_ray.model.packed import PackedLlama, deal
+from tinyllm_ray.train.mixing import Scheme, mix
+from tinyllm_ray.train.packed_optimizer import PackedAdamW, clip_gradients_per_model
+from tinyllm_ray.train.update import Loss, Statistics
+
+
+class PackedUpdate:
+    """Runs updates of N models.
+
+    `loss` is the packed model's ([N] of inputs and targets [N, R, T]), as it is to be executed; `micro_batch_size` is
+    in rows a model. `scheme` None mixes nothing, and then a model whose gradients are not finite stops, alone.
+    """
+
+    def __init__(
+        self,
+        model: PackedLlama,
+        optimizer: PackedAdamW,
+        loss: Loss,
+        *,
+        micro_batch_size: int,
+        gradient_clip: float | None,
+        scheme: Scheme | None = None,
+        backend: str = "auto",
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._loss = loss
+        self._micro_batch_size = micro_batch_size
+        self._gradient_clip = gradient_clip
+        self._scheme = scheme
+        self._backend = backend
+
+    def __call__(self, batch: torch.Tensor, matrix: torch.Tensor | None = None) -> Statistics:
+        """One update on int64 rows [N R, T + 1], dealt to the models in turn; losses and norms are [N].
+
+        `matrix` is the update's W [N, N] where there is a scheme. Learning rates are those in the optimizer.
+        """
+        losses = self._backward(batch)
+        weights = list(self._model.parameters())
+        norms = clip_gradients_per_model(weights, self._gradient_clip)
+        if self._scheme is None:
+            self._optimizer.stop(~norms.isfinite())
+        if self._scheme == "awc":
+            assert matrix is not None
+            mix(weights, matrix)
+        self._optimizer.step()
+        if self._scheme == "atc":
+            assert matrix is not None
+            mix(weights, matrix)
+        self._optimizer.zero_grad()
+        return Statistics(losses, norms)
+
+    def _backward(self, batch: torch.Tensor) -> torch.Tensor:
+        """Every model's mean loss; its gradients are left in the weights."""
+        parts = torch.split(deal(batch, self._model.models), self._micro_batch_size, dim=1)
+        total: torch.Tensor | None = None
+        with sdpa_backend(self._backend):
+            for rows in parts:
+                losses = self._loss(rows[:, :, :-1], rows[:, :, 1:]) / len(parts)
+                torch.autograd.backward(losses.sum())
+                total = losses.detach() if total is None else total + losses.detach()
+        assert total is not None
+        return total
