@@ -1,15 +1,27 @@
-"""AdamW and clipping for N models side by side: every weight is [N, ...], every setting may differ by model."""
+"""AdamW, clipping and mixing of N models side by side: every weight is [N, ...], every setting may differ by model."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from tinyllm_ray.sections import OptimizerConfig
+from tinyllm_ray.train.mixing import Scheme, mix
 
 Setting = float | Sequence[float]
 """One value for all models, or one for each."""
+
+_SHARED = ("lr", "beta1", "beta2", "eps", "step", "stopped")
+"""What the parameter groups have in common, as one tensor."""
+
+
+class Mixing(NamedTuple):
+    """How an update mixes."""
+
+    scheme: Scheme
+    matrix: torch.Tensor
+    """W [N, N] in the weights' dtype, on their device."""
 
 
 class PackedAdamW(torch.optim.Optimizer):
@@ -21,7 +33,8 @@ class PackedAdamW(torch.optim.Optimizer):
     A model for which `stop` was called keeps its weights, moments and step count as they are, whatever its gradients.
     Meant for models that are not mixed: a worker that is would drag the others to where it stands.
 
-    The floor is 28 bytes a float32 weight and update: read weight, gradient and moments, write all but the gradient.
+    The floor is 28 bytes a float32 weight and update, mixing and clipping included: read weight, gradient and moments,
+    write all but the gradient. On CUDA (`fused`) one kernel a weight keeps to it.
     """
 
     def __init__(
@@ -32,9 +45,11 @@ class PackedAdamW(torch.optim.Optimizer):
         betas: tuple[Setting, Setting] = (0.9, 0.999),
         eps: Setting = 1e-8,
         weight_decay: Setting = 0.1,
+        fused: bool | None = None,
     ) -> None:
         weights = list(weights)
         models, device = len(weights[0]), weights[0].device
+        self.fused = device.type == "cuda" if fused is None else fused
 
         def each(setting: Setting, dtype: torch.dtype = torch.float64) -> torch.Tensor:
             values = [setting] * models if isinstance(setting, int | float) else list(setting)
@@ -67,60 +82,67 @@ class PackedAdamW(torch.optim.Optimizer):
         self.stopped.logical_or_(which)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, closure: None = None, *, gradient_scale: torch.Tensor | None = None, mixing: Mixing | None = None
+    ) -> None:
+        """One step on the gradients times `gradient_scale` [N], mixed before or after as `mixing` says."""
         assert closure is None, "gradients have to be there"
         first = self.param_groups[0]
-        first["step"] += ~first["stopped"]  # in place: the groups share it
+        first["step"].add_(~first["stopped"])  # in place: the groups share it
+        update = _fused_update if self.fused else _update
         for group in self.param_groups:
-            scales = _Scales(group)
+            scales = _scales(group, gradient_scale)
             for weight in group["params"]:
-                _update(weight, self.state[weight], scales)
+                update(weight, self.state[weight], scales.to(weight.dtype), mixing)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As every optimizer's; the groups share their tensors again afterwards, on the weights' device."""
         super().load_state_dict(state_dict)
-        device = self.param_groups[0]["params"][0].device
         first = self.param_groups[0]
-        for name in ("lr", "beta1", "beta2", "eps", "step", "stopped"):
-            first[name] = first[name].to(device)
-            for group in self.param_groups:
-                group[name] = first[name]
+        device = first["params"][0].device
+        shared = {name: first[name].to(device) for name in _SHARED}
         for group in self.param_groups:
-            group["weight_decay"] = group["weight_decay"].to(device)
+            group |= {**shared, "weight_decay": group["weight_decay"].to(device)}
 
 
-class _Scales:
-    """What an update multiplies by, float64 [N]: 1 - 0.999 has no four digits in float32.
+def _scales(group: dict[str, Any], gradient_scale: torch.Tensor | None) -> torch.Tensor:
+    """What an update multiplies by, [8, N]: gradient, weight, fresh share of either moment, step, root, eps, stopped.
 
-    For a stopped model they are those that change nothing.
+    In float64: 1 - 0.999 has no four digits in float32. For a stopped model they are those that change nothing.
     """
-
-    def __init__(self, group: dict[str, Any]) -> None:
-        stopped, step, rate = group["stopped"], group["step"].clamp(min=1), group["lr"].double()
-        self.stopped = stopped
-        self.kept = torch.where(stopped, 1.0, 1 - rate * group["weight_decay"])
-        self.fresh1 = torch.where(stopped, 0.0, 1 - group["beta1"])
-        self.fresh2 = torch.where(stopped, 0.0, 1 - group["beta2"])
-        self.size = torch.where(stopped, 0.0, rate / (1 - group["beta1"] ** step))
-        self.root = (1 - group["beta2"] ** step).sqrt()
-        self.eps = group["eps"]
+    stopped, step, rate = group["stopped"], group["step"].clamp(min=1), group["lr"].double()
+    bias1, bias2 = 1 - group["beta1"] ** step, 1 - group["beta2"] ** step
+    scale = torch.ones_like(rate) if gradient_scale is None else gradient_scale.double()
+    changes = [1 - rate * group["weight_decay"], 1 - group["beta1"], 1 - group["beta2"], rate / bias1]
+    neutral = (1.0, 0.0, 0.0, 0.0)
+    kept = [torch.where(stopped, value, change) for value, change in zip(neutral, changes, strict=True)]
+    return torch.stack([scale, *kept, bias2.sqrt(), group["eps"], stopped.double()])
 
 
-def _update(weight: torch.Tensor, state: dict[str, torch.Tensor], scales: _Scales) -> None:
+def _update(weight: torch.Tensor, state: dict[str, torch.Tensor], scales: torch.Tensor, mixing: Mixing | None) -> None:
     """One step of one weight in all models, as `torch.optim.AdamW` orders its operations."""
     assert weight.grad is not None
+    scale, keep, fresh1, fresh2, size, root, eps, stopped = scales.view(8, -1, *[1] * (weight.ndim - 1))
+    if mixing is not None and mixing.scheme == "awc":
+        mix([weight], mixing.matrix)
+    gradient = torch.where(stopped > 0, 0.0, weight.grad * scale)
+    weight.mul_(keep)
+    mean = state["exp_avg"].lerp_(gradient, fresh1.expand_as(gradient))
+    square = state["exp_avg_sq"].lerp_(gradient.square_(), fresh2.expand_as(gradient))
+    spread = square.sqrt().div_(root).add_(eps)
+    weight.sub_(torch.div(mean, spread, out=spread).mul_(size))
+    if mixing is not None and mixing.scheme == "atc":
+        mix([weight], mixing.matrix)
 
-    def wide(scale: torch.Tensor) -> torch.Tensor:
-        return scale.to(weight.dtype if scale.dtype.is_floating_point else scale.dtype).view(
-            -1, *[1] * (weight.ndim - 1)
-        )
 
-    gradient = torch.where(wide(scales.stopped), 0.0, weight.grad)
-    weight.mul_(wide(scales.kept))
-    mean = state["exp_avg"].lerp_(gradient, wide(scales.fresh1).expand_as(gradient))
-    square = state["exp_avg_sq"].lerp_(gradient.square_(), wide(scales.fresh2).expand_as(gradient))
-    spread = square.sqrt().div_(wide(scales.root)).add_(wide(scales.eps))
-    weight.sub_(torch.div(mean, spread, out=spread).mul_(wide(scales.size)))
+def _fused_update(
+    weight: torch.Tensor, state: dict[str, torch.Tensor], scales: torch.Tensor, mixing: Mixing | None
+) -> None:
+    from tinyllm_ray.train.packed_kernel import fused_update  # Triton takes a second to import, and a GPU to run
+
+    assert weight.grad is not None
+    scheme, matrix = mixing or (None, None)
+    fused_update(weight, weight.grad, state["exp_avg"], state["exp_avg_sq"], scales, scheme, matrix)
 
 
 def build_packed_optimizer(weights: Iterable[nn.Parameter], config: OptimizerConfig) -> PackedAdamW:
@@ -128,17 +150,29 @@ def build_packed_optimizer(weights: Iterable[nn.Parameter], config: OptimizerCon
     return PackedAdamW(weights, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
 
 
-def clip_gradients_per_model(weights: Iterable[nn.Parameter], limit: float | None) -> torch.Tensor:
-    """Scale each model's gradients to a norm of at most `limit`; the norms before that, [N], on the device.
-
-    Every weight is [N, ...]. `limit` None scales nothing. As `clip_grad_norm_` of each model alone: a norm that is not
-    finite spoils the gradients of its own model and no other's.
-    """
+def gradient_norms(weights: Iterable[nn.Parameter]) -> torch.Tensor:
+    """Norm of each model's gradients, [N], on the device; every weight is [N, ...]."""
     gradients = [weight.grad for weight in weights if weight.grad is not None]
     each = [torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in gradients]
     norms: torch.Tensor = torch.linalg.vector_norm(torch.stack(each), dim=0)
-    if limit is not None:
-        scale = (limit / (norms + 1e-6)).clamp(max=1.0)  # PyTorch's guard against a norm of zero
-        for gradient in gradients:
-            gradient.mul_(scale.view(-1, *[1] * (gradient.ndim - 1)))
+    return norms
+
+
+def clip_scales(norms: torch.Tensor, limit: float | None) -> torch.Tensor | None:
+    """What each model's gradients are multiplied by for a norm of at most `limit`, as `clip_grad_norm_` does; [N]."""
+    return None if limit is None else (limit / (norms + 1e-6)).clamp(max=1.0)  # PyTorch's guard against a norm of zero
+
+
+def clip_gradients_per_model(weights: Iterable[nn.Parameter], limit: float | None) -> torch.Tensor:
+    """Scale each model's gradients to a norm of at most `limit`; the norms before that, [N], on the device.
+
+    A norm that is not finite spoils the gradients of its own model and no other's.
+    """
+    weights = list(weights)
+    norms = gradient_norms(weights)
+    scales = clip_scales(norms, limit)
+    if scales is not None:
+        for weight in weights:
+            if weight.grad is not None:
+                weight.grad.mul_(scales.view(-1, *[1] * (weight.ndim - 1)))
     return norms

@@ -4,8 +4,8 @@ import torch
 
 from tinyllm_ray.model.attention import sdpa_backend
 from tinyllm_ray.model.packed import PackedLlama, deal
-from tinyllm_ray.train.mixing import Scheme, mix
-from tinyllm_ray.train.packed_optimizer import PackedAdamW, clip_gradients_per_model
+from tinyllm_ray.train.mixing import Scheme
+from tinyllm_ray.train.packed_optimizer import Mixing, PackedAdamW, clip_scales, gradient_norms
 from tinyllm_ray.train.update import Loss, Statistics
 
 
@@ -41,17 +41,14 @@ class PackedUpdate:
         `matrix` is the update's W [N, N] where there is a scheme. Learning rates are those in the optimizer.
         """
         losses = self._backward(batch)
-        weights = list(self._model.parameters())
-        norms = clip_gradients_per_model(weights, self._gradient_clip)
+        norms = gradient_norms(self._model.parameters())
+        mixing = None
         if self._scheme is None:
             self._optimizer.stop(~norms.isfinite())
-        if self._scheme == "awc":
+        else:
             assert matrix is not None
-            mix(weights, matrix)
-        self._optimizer.step()
-        if self._scheme == "atc":
-            assert matrix is not None
-            mix(weights, matrix)
+            mixing = Mixing(self._scheme, matrix)
+        self._optimizer.step(gradient_scale=clip_scales(norms, self._gradient_clip), mixing=mixing)
         self._optimizer.zero_grad()
         return Statistics(losses, norms)
 
