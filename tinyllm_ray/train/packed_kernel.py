@@ -35,7 +35,7 @@ def fused_update(
     )  # fmt: skip
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _add(one, other):  # type: ignore[no-untyped-def]
     return one + other  # tl.sum would do; the interpreter runs this module's functions alone
 
