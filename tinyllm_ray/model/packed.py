@@ -101,8 +101,9 @@ class PackedLlama(nn.Module):
 
     def load_worker(self, worker: int, weights: Mapping[str, torch.Tensor]) -> None:
         """Give one model the weights of a Llama. Raises KeyError where one is missing."""
-        for name, weight in self.worker_weights(worker).items():
-            weight.copy_(weights[name])
+        with torch.no_grad():
+            for name, weight in self.worker_weights(worker).items():
+                weight.copy_(weights[name])
 
     def copy_average_to(self, model: Llama) -> None:
         """Fill `model` with the mean of the models' weights, which is what decentralised training evaluates."""
@@ -129,12 +130,11 @@ def initialize_packed(config: ModelConfig, seeds: Sequence[int]) -> PackedLlama:
     with torch.device("meta"):
         model = PackedLlama(config, len(seeds))
     model.to_empty(device="cpu")
-    drawn: dict[int, Llama] = {}
+    solos = {seed: initialize(config, seed) for seed in dict.fromkeys(seeds)}
     for worker, seed in enumerate(seeds):
-        solo = drawn.setdefault(seed, drawn.get(seed) or initialize(config, seed))
-        model.load_worker(worker, dict(solo.named_parameters()))
-    model.cos.copy_(solo.cos)
-    model.sin.copy_(solo.sin)
+        model.load_worker(worker, dict(solos[seed].named_parameters()))
+    model.cos.copy_(solos[seeds[0]].cos)
+    model.sin.copy_(solos[seeds[0]].sin)
     return model
 
 
