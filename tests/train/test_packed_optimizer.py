@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from tinyllm_ray.sections import OptimizerConfig
+from tinyllm_ray.train.mixing import Scheme
 from tinyllm_ray.train.optimizer import set_learning_rate
-from tinyllm_ray.train.packed_optimizer import PackedAdamW, build_packed_optimizer, clip_gradients_per_model
+from tinyllm_ray.train.packed_optimizer import Mixing, PackedAdamW, build_packed_optimizer, clip_gradients_per_model
 
 MODELS = 3
 SHAPES = ((5, 4), (4,), (2, 4))
@@ -137,13 +138,26 @@ class TestStop:
                 assert torch.equal(state[number][name][1], kept[0][number][name][1])
             for worker in (0, 2):
                 assert torch.equal(weight[worker], alone[number][worker])
-        assert optimizer.param_groups[1]["step"].tolist() == [first + 3, first, first + 3]
+        for number in range(len(weights)):
+            assert state[number]["step"].tolist() == [first + 3, first, first + 3]
 
     def test_stopping_adds_up(self) -> None:
         optimizer = packed_optimizer(random_weights())
         for which in ([True, False, False], [False, False, True], [False, False, False]):
             optimizer.stop(torch.tensor(which))
         assert optimizer.stopped.tolist() == [True, False, True]
+
+    @pytest.mark.parametrize("scheme", ["awc", "atc"])
+    def test_a_stopped_model_takes_nothing_from_the_others_either(self, scheme: Scheme) -> None:
+        weights = random_weights()
+        optimizer = packed_optimizer(weights)
+        kept = [weight.detach()[1].clone() for weight in weights]
+        give_gradients(weights, 0)
+        optimizer.stop(torch.tensor([False, True, False]))
+        optimizer.step(mixing=Mixing(scheme, torch.full((MODELS, MODELS), 1 / MODELS, dtype=torch.float64)))
+        for weight, old in zip(weights, kept, strict=True):
+            assert torch.equal(weight.detach()[1], old)
+            assert not torch.equal(weight.detach()[0], old)
 
 
 def test_state_goes_through_a_file_and_stays_shared(tmp_path: Any) -> None:
@@ -166,7 +180,7 @@ def test_state_goes_through_a_file_and_stays_shared(tmp_path: Any) -> None:
                 other.stop(torch.tensor([False, False, True]))
     for weight, other_weight in zip(weights, copied, strict=True):
         assert torch.equal(weight, other_weight)
-    assert resumed.param_groups[1]["step"].tolist() == [1, 4, 3]
+    assert [state["step"].tolist() for state in resumed.state.values()] == [[1, 4, 3]] * len(weights)
 
 
 class TestClip:

@@ -35,8 +35,8 @@ def of_one_worker(config: Config, models: int) -> Config:
     return Config.model_validate(values)
 
 
-def random_batch(config: Config, seed: int) -> torch.Tensor:
-    shape = (ROWS, config.model.context + 1)
+def random_batch(config: Config, seed: int, rows: int = ROWS) -> torch.Tensor:
+    shape = (rows, config.model.context + 1)
     return torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -155,14 +155,22 @@ class TestMixed:
         assert not torch.equal(ends[0], ends[2])
         assert not torch.equal(ends[1], ends[2])
 
-    def test_a_model_that_leaves_the_finite_is_not_hidden(self, config: Config) -> None:
-        model, optimizer, update = build(config, [1, 2], "awc")
+    @pytest.mark.parametrize("scheme", ["awc", "atc"])
+    def test_all_stop_with_the_first_that_leaves_the_finite(self, config: Config, scheme: Scheme) -> None:
+        model, optimizer, update = build(config, [1, 2, 3], scheme)
         with torch.no_grad():
-            model.norm.weight[1] = float("inf")
+            model.norm.weight[1] = 1e300
+        before = [weight.detach().clone() for weight in model.parameters()]
+        matrix = torch.from_numpy(mixing_matrix("complete", 3, 0))
         set_learning_rate(optimizer, 0.01)
-        said = update(random_batch(config, 0), torch.eye(2, dtype=torch.float64))
-        assert said.grad_norm.isfinite().tolist() == [True, False]
-        assert not optimizer.stopped.any()
+        said = update(random_batch(config, 0, rows=6), matrix)
+        assert said.grad_norm.isfinite().tolist() == [True, False, True]
+        with torch.no_grad():
+            model.norm.weight[1] = 1.0
+        assert update(random_batch(config, 1, rows=6), matrix).loss.isnan().all()
+        before[-1][1] = 1.0
+        for weight, old in zip(model.parameters(), before, strict=True):
+            assert torch.equal(weight, old)
 
 
 def by_hand(

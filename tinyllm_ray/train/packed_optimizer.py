@@ -12,9 +12,6 @@ from tinyllm_ray.train.mixing import Scheme, mix
 Setting = float | Sequence[float]
 """One value for all models, or one for each."""
 
-_SHARED = ("lr", "beta1", "beta2", "eps", "step", "stopped")
-"""What the parameter groups have in common, as one tensor."""
-
 
 class Mixing(NamedTuple):
     """How an update mixes."""
@@ -30,8 +27,8 @@ class PackedAdamW(torch.optim.Optimizer):
     Weights are [N, ...]; learning rate, betas, eps and decay are tensors [N] on their device, so that a captured update
     reads what was set last. Weight decay is for matrices ([N, out, in]), norm scales ([N, D]) have none.
 
-    A model for which `stop` was called keeps its weights, moments and step count as they are, whatever its gradients.
-    Meant for models that are not mixed: a worker that is would drag the others to where it stands.
+    A model for which `stop` was called keeps its weights, moments and step count as they are, whatever its gradients
+    are and whatever is mixed. Others that mix with it still take their share of it.
 
     The floor is 28 bytes a float32 weight and update, mixing and clipping included: read weight, gradient and moments,
     write all but the gradient. On CUDA (`fused`) one kernel a weight keeps to it.
@@ -55,27 +52,23 @@ class PackedAdamW(torch.optim.Optimizer):
             values = [setting] * models if isinstance(setting, int | float) else list(setting)
             return torch.tensor(values, dtype=dtype, device=device)
 
-        shared = {
+        settings = {
             "lr": each(learning_rate, torch.float32),  # as the single model's
             "beta1": each(betas[0]),
             "beta2": each(betas[1]),
             "eps": each(eps),
-            "step": each(0),
-            "stopped": torch.zeros(models, dtype=torch.bool, device=device),
         }
         groups: list[dict[str, Any]] = [
             {"params": [weight for weight in weights if weight.ndim > 2], "weight_decay": each(weight_decay)},
             {"params": [weight for weight in weights if weight.ndim == 2], "weight_decay": each(0.0)},
         ]
-        super().__init__([{**group, **shared} for group in groups], {})
+        super().__init__([{**group, **settings} for group in groups], {})
+        self.stopped = torch.zeros(models, dtype=torch.bool, device=device)
+        """Which models keep what they have, [N]."""
+        self._steps = each(0)
         for weight in weights:
-            self.state[weight] = {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
-
-    @property
-    def stopped(self) -> torch.Tensor:
-        """Which models keep what they have, bool [N]."""
-        stopped: torch.Tensor = self.param_groups[0]["stopped"]
-        return stopped
+            moments = {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
+            self.state[weight] = {**moments, "step": self._steps, "stopped": self.stopped}
 
     def stop(self, which: torch.Tensor) -> None:
         """From here on the models of `which`, bool [N], stay as they are; nothing is read from the device."""
@@ -87,31 +80,38 @@ class PackedAdamW(torch.optim.Optimizer):
     ) -> None:
         """One step on the gradients times `gradient_scale` [N], mixed before or after as `mixing` says."""
         assert closure is None, "gradients have to be there"
-        first = self.param_groups[0]
-        first["step"].add_(~first["stopped"])  # in place: the groups share it
+        self._steps.add_(~self.stopped)
+        if mixing is not None:
+            own = torch.eye(len(self.stopped), dtype=mixing.matrix.dtype, device=self.stopped.device)
+            mixing = mixing._replace(matrix=torch.where(self.stopped.unsqueeze(1), own, mixing.matrix))
         update = _fused_update if self.fused else _update
         for group in self.param_groups:
-            scales = _scales(group, gradient_scale)
+            scales = _scales(group, self._steps, self.stopped, gradient_scale)
             for weight in group["params"]:
                 update(weight, self.state[weight], scales.to(weight.dtype), mixing)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As every optimizer's; the groups share their tensors again afterwards, on the weights' device."""
+        """As every optimizer's; afterwards all weights count in the same tensors again, on their device."""
         super().load_state_dict(state_dict)
-        first = self.param_groups[0]
-        device = first["params"][0].device
-        shared = {name: first[name].to(device) for name in _SHARED}
         for group in self.param_groups:
-            group |= {**shared, "weight_decay": group["weight_decay"].to(device)}
+            device = group["params"][0].device
+            group |= {name: value.to(device) for name, value in group.items() if isinstance(value, torch.Tensor)}
+        for weight in (weight for group in self.param_groups for weight in group["params"]):
+            state = self.state[weight]
+            self._steps.copy_(state["step"])
+            self.stopped.copy_(state["stopped"])
+            state |= {"step": self._steps, "stopped": self.stopped}
 
 
-def _scales(group: dict[str, Any], gradient_scale: torch.Tensor | None) -> torch.Tensor:
+def _scales(
+    group: dict[str, Any], steps: torch.Tensor, stopped: torch.Tensor, gradient_scale: torch.Tensor | None
+) -> torch.Tensor:
     """What an update multiplies by, [8, N]: gradient, weight, fresh share of either moment, step, root, eps, stopped.
 
     In float64: 1 - 0.999 has no four digits in float32. For a stopped model they are those that change nothing.
     """
-    stopped, step, rate = group["stopped"], group["step"].clamp(min=1), group["lr"].double()
-    bias1, bias2 = 1 - group["beta1"] ** step, 1 - group["beta2"] ** step
+    rate, made = group["lr"].double(), steps.clamp(min=1)
+    bias1, bias2 = 1 - group["beta1"] ** made, 1 - group["beta2"] ** made
     scale = torch.ones_like(rate) if gradient_scale is None else gradient_scale.double()
     changes = [1 - rate * group["weight_decay"], 1 - group["beta1"], 1 - group["beta2"], rate / bias1]
     neutral = (1.0, 0.0, 0.0, 0.0)

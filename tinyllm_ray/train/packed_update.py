@@ -13,7 +13,10 @@ class PackedUpdate:
     """Runs updates of N models.
 
     `loss` is the packed model's ([N] of inputs and targets [N, R, T]), as it is to be executed; `micro_batch_size` is
-    in rows a model. `scheme` None mixes nothing, and then a model whose gradients are not finite stops, alone.
+    in rows a model. `scheme` None mixes nothing.
+
+    A model whose loss or gradient norm is not finite stays as it was before that update, for good, and its later losses
+    are nan. Where models are mixed, all stop with the first. The guard lives on the device: nothing waits for it.
     """
 
     def __init__(
@@ -40,16 +43,17 @@ class PackedUpdate:
 
         `matrix` is the update's W [N, N] where there is a scheme. Learning rates are those in the optimizer.
         """
-        losses = self._backward(batch)
+        optimizer = self._optimizer
+        losses = self._backward(batch).masked_fill(optimizer.stopped, torch.nan)
         norms = gradient_norms(self._model.parameters())
+        faults = ~(losses.isfinite() & norms.isfinite())
         mixing = None
-        if self._scheme is None:
-            self._optimizer.stop(~norms.isfinite())
-        else:
+        if self._scheme is not None:
             assert matrix is not None
-            mixing = Mixing(self._scheme, matrix)
-        self._optimizer.step(gradient_scale=clip_scales(norms, self._gradient_clip), mixing=mixing)
-        self._optimizer.zero_grad()
+            mixing, faults = Mixing(self._scheme, matrix), faults.any()
+        optimizer.stop(faults)
+        optimizer.step(gradient_scale=clip_scales(norms, self._gradient_clip), mixing=mixing)
+        optimizer.zero_grad()
         return Statistics(losses, norms)
 
     def _backward(self, batch: torch.Tensor) -> torch.Tensor:
