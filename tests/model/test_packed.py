@@ -129,6 +129,18 @@ class TestWeights:
                 assert torch.equal(weight, before.worker_weights(origin)[name]), name
         solos[0].load_state_dict(packed.worker_weights(1), strict=True)
 
+    def test_workers_are_the_models_in_the_same_memory(self) -> None:
+        packed, solos = packed_and_solos(2)
+        rows = random_rows(2)
+        for worker, (one, solo) in enumerate(zip(packed.workers(), solos, strict=True)):
+            assert torch.equal(one(rows[worker, :, :-1]), solo(rows[worker, :, :-1]))
+            for name, weight in one.named_parameters():
+                assert weight.requires_grad
+                assert weight.is_leaf
+                with torch.no_grad():
+                    weight.fill_(worker + 5)
+                assert (packed.get_parameter(name)[worker] == worker + 5).all(), name
+
     def test_a_missing_weight_is_missed(self) -> None:
         packed, _ = packed_and_solos(1)
         weights = packed.worker_weights(0)

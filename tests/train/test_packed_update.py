@@ -6,15 +6,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from tinyllm_ray.config import Config
 from tinyllm_ray.model.llama import Llama, initialize
 from tinyllm_ray.model.packed import PackedLlama, initialize_packed
 from tinyllm_ray.train.mixing import Scheme, mixing_matrix
 from tinyllm_ray.train.optimizer import build_optimizer, clip_gradients, set_learning_rate
+from tinyllm_ray.train.packed_backward import AtOnce, Backward, OneByOne
 from tinyllm_ray.train.packed_optimizer import PackedAdamW, build_packed_optimizer
 from tinyllm_ray.train.packed_update import PackedUpdate
-from tinyllm_ray.train.update import Update
+from tinyllm_ray.train.update import Loss, Update
 
 MakeConfig = Callable[..., Config]
 
@@ -41,16 +43,26 @@ def random_batch(config: Config, seed: int, rows: int = ROWS) -> torch.Tensor:
 
 
 def build(
-    config: Config, seeds: list[int], scheme: Scheme | None, micro_batch_size: int = 1, compiled: bool = False
+    config: Config,
+    seeds: list[int],
+    scheme: Scheme | None,
+    micro_batch_size: int = 1,
+    compiled: bool = False,
+    one_by_one: bool = False,
 ) -> tuple[PackedLlama, PackedAdamW, PackedUpdate]:
+    def build_loss(model: Llama | PackedLlama) -> Loss:
+        if not compiled:
+            return model.loss
+        loss: Loss = torch.compile(model.loss, backend="aot_eager", fullgraph=True, dynamic=False)
+        return loss
+
     model = initialize_packed(config.model, seeds).double()
     optimizer = build_packed_optimizer(model.parameters(), config.optimizer)
-    loss = model.loss
-    if compiled:
-        loss = torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=False)
+    backward: Backward = AtOnce(build_loss(model), micro_batch_size)
+    if one_by_one:
+        backward = OneByOne(model, build_loss, micro_batch_size)
     clip = config.optimizer.gradient_clip
-    update = PackedUpdate(model, optimizer, loss, micro_batch_size=micro_batch_size, gradient_clip=clip, scheme=scheme)
-    return model, optimizer, update
+    return model, optimizer, PackedUpdate(model, optimizer, backward, gradient_clip=clip, scheme=scheme)
 
 
 def assert_same(model: PackedLlama, solos: list[Llama], tolerance: float = 1e-9) -> None:
@@ -71,12 +83,13 @@ def _fresh_compiler() -> Iterator[None]:
 class TestUnmixed:
     @pytest.mark.usefixtures("_fresh_compiler")
     @pytest.mark.parametrize("compiled", [False, True])
+    @pytest.mark.parametrize("one_by_one", [False, True])
     @pytest.mark.parametrize("models", [1, 2, 4])
     def test_every_model_trains_as_the_trainer_trains_it_alone(
-        self, config: Config, models: int, compiled: bool
+        self, config: Config, models: int, one_by_one: bool, compiled: bool
     ) -> None:
         seeds = list(range(40, 40 + models))
-        model, optimizer, update = build(config, seeds, None, micro_batch_size=2, compiled=compiled)
+        model, optimizer, update = build(config, seeds, None, 2, compiled, one_by_one)
         alone = of_one_worker(config, models)
         solos = [initialize(config.model, seed).double() for seed in seeds]
         updates = [Update(solo, build_optimizer(solo, config.optimizer, torch.device("cpu")), alone) for solo in solos]
@@ -91,10 +104,11 @@ class TestUnmixed:
                 assert said.grad_norm[worker].item() == pytest.approx(expected.grad_norm.item(), rel=1e-9)
             assert_same(model, solos)
 
-    def test_micro_batches_change_nothing(self, config: Config) -> None:
+    @pytest.mark.parametrize("one_by_one", [False, True])
+    def test_micro_batches_change_nothing(self, config: Config, one_by_one: bool) -> None:
         runs = []
         for micro_batch_size in (1, 2, 4):
-            model, optimizer, update = build(config, [1, 2], None, micro_batch_size)
+            model, optimizer, update = build(config, [1, 2], None, micro_batch_size, one_by_one=one_by_one)
             set_learning_rate(optimizer, 0.01)
             said = [update(random_batch(config, step)) for step in range(2)]
             runs.append([*said[0], *said[1], *model.parameters()])
@@ -120,6 +134,14 @@ class TestUnmixed:
                 assert torch.equal(model.worker_weights(worker)[name], weight), name
         for name, weight in model.worker_weights(2).items():
             assert torch.equal(weight, broken[name]), name
+
+    @pytest.mark.usefixtures("_fresh_compiler")
+    def test_one_graph_serves_all_models_one_by_one(self, config: Config) -> None:
+        counters.clear()
+        _, _, update = build(config, [1, 2, 3, 4], None, 2, compiled=True, one_by_one=True)
+        for step in range(2):
+            update(random_batch(config, step))
+        assert counters["stats"]["unique_graphs"] == 1
 
 
 class TestMixed:

@@ -79,21 +79,35 @@ class PackedLlama(nn.Module):
         self.register_buffer("sin", torch.empty(like.sin.shape), persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        each = [
+            functional.linear(x, table) for x, table in zip(self.hidden(tokens), self.embedding.weight, strict=True)
+        ]
+        return torch.stack(each)
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The normalised states [N, R, T, D] that the logits are projections of."""
         cos, sin = self.cos[: tokens.shape[2]], self.sin[: tokens.shape[2]]
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, cos, sin)
-        return packed_linear(self.norm(x), self.embedding.weight).view(*tokens.shape, -1)
+        normed: torch.Tensor = self.norm(x)
+        return normed.view(*tokens.shape, -1)
 
     def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Each model's mean cross-entropy [N] in nats a target, in float32 (float64 for float64 models).
 
         `loss.sum().backward()` gives every model the gradients of its own loss: no weight is in two of them.
+
+        Logits and loss come model by model: the logits' gradient then exists for one model at a time, 22.5 GiB at most
+        instead of 38 (20m, 4 x 32 rows), and compiled code computes it once: 1.84 M targets/s instead of 1.65 (H200).
         """
-        logits = self(inputs)
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        each = functional.cross_entropy(wide.flatten(0, 2), targets.flatten(), reduction="none")
-        return each.view(self.models, -1).mean(dim=1)
+        losses = []
+        states, tables = self.hidden(inputs).unbind(), self.embedding.weight.unbind()
+        for x, table, wanted in zip(states, tables, targets.unbind(), strict=True):
+            logits = functional.linear(x, table).flatten(0, 1)
+            wide = logits if logits.dtype == torch.float64 else logits.float()
+            losses.append(functional.cross_entropy(wide, wanted.flatten()))
+        return torch.stack(losses)
 
     def worker_weights(self, worker: int) -> dict[str, torch.Tensor]:
         """One model's weights under Llama's names: views of this one's."""
@@ -104,6 +118,15 @@ class PackedLlama(nn.Module):
         with torch.no_grad():
             for name, weight in self.worker_weights(worker).items():
                 weight.copy_(weights[name])
+
+    def workers(self) -> list[Llama]:
+        """The models one by one, in the same memory: what trains either trains both. Gradients are their own."""
+        with torch.device("meta"):
+            solos = [Llama(self.config) for _ in range(self.models)]
+        for worker, solo in enumerate(solos):
+            solo.load_state_dict(self.worker_weights(worker), assign=True)
+            solo.cos, solo.sin = self.cos, self.sin
+        return solos
 
     def copy_average_to(self, model: Llama) -> None:
         """Fill `model` with the mean of the models' weights, which is what decentralised training evaluates."""

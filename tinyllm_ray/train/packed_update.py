@@ -1,19 +1,17 @@
-"""How one update of N models executes: all models' micro-batches at once, clipping one by one, AdamW, mixing."""
+"""How one update of N models executes: gradients, the guard against faults, clipping one by one, AdamW, mixing."""
 
 import torch
 
 from tinyllm_ray.model.attention import sdpa_backend
 from tinyllm_ray.model.packed import PackedLlama, deal
 from tinyllm_ray.train.mixing import Scheme
+from tinyllm_ray.train.packed_backward import Backward
 from tinyllm_ray.train.packed_optimizer import Mixing, PackedAdamW, clip_scales, gradient_norms
-from tinyllm_ray.train.update import Loss, Statistics
+from tinyllm_ray.train.update import Statistics
 
 
 class PackedUpdate:
-    """Runs updates of N models.
-
-    `loss` is the packed model's ([N] of inputs and targets [N, R, T]), as it is to be executed; `micro_batch_size` is
-    in rows a model. `scheme` None mixes nothing.
+    """Runs updates of N models; `scheme` None mixes nothing.
 
     A model whose loss or gradient norm is not finite stays as it was before that update, for good, and its later losses
     are nan. Where models are mixed, all stop with the first. The guard lives on the device: nothing waits for it.
@@ -23,17 +21,15 @@ class PackedUpdate:
         self,
         model: PackedLlama,
         optimizer: PackedAdamW,
-        loss: Loss,
+        backward: Backward,
         *,
-        micro_batch_size: int,
         gradient_clip: float | None,
         scheme: Scheme | None = None,
         backend: str = "auto",
     ) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._loss = loss
-        self._micro_batch_size = micro_batch_size
+        self._backward = backward
         self._gradient_clip = gradient_clip
         self._scheme = scheme
         self._backend = backend
@@ -44,7 +40,9 @@ class PackedUpdate:
         `matrix` is the update's W [N, N] where there is a scheme. Learning rates are those in the optimizer.
         """
         optimizer = self._optimizer
-        losses = self._backward(batch).masked_fill(optimizer.stopped, torch.nan)
+        with sdpa_backend(self._backend):
+            losses = self._backward(deal(batch, self._model.models))
+        losses = losses.masked_fill(optimizer.stopped, torch.nan)
         norms = gradient_norms(self._model.parameters())
         faults = ~(losses.isfinite() & norms.isfinite())
         mixing = None
@@ -55,15 +53,3 @@ class PackedUpdate:
         optimizer.step(gradient_scale=clip_scales(norms, self._gradient_clip), mixing=mixing)
         optimizer.zero_grad()
         return Statistics(losses, norms)
-
-    def _backward(self, batch: torch.Tensor) -> torch.Tensor:
-        """Every model's mean loss; its gradients are left in the weights."""
-        parts = torch.split(deal(batch, self._model.models), self._micro_batch_size, dim=1)
-        total: torch.Tensor | None = None
-        with sdpa_backend(self._backend):
-            for rows in parts:
-                losses = self._loss(rows[:, :, :-1], rows[:, :, 1:]) / len(parts)
-                torch.autograd.backward(losses.sum())
-                total = losses.detach() if total is None else total + losses.detach()
-        assert total is not None
-        return total
