@@ -79,10 +79,8 @@ class PackedLlama(nn.Module):
         self.register_buffer("sin", torch.empty(like.sin.shape), persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        each = [
-            functional.linear(x, table) for x, table in zip(self.hidden(tokens), self.embedding.weight, strict=True)
-        ]
-        return torch.stack(each)
+        states, tables = self.hidden(tokens).unbind(), self.embedding.weight.unbind()
+        return torch.stack([functional.linear(x, table) for x, table in zip(states, tables, strict=True)])
 
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
         """The normalised states [N, R, T, D] that the logits are projections of."""
