@@ -42,7 +42,8 @@ def complete(short: Config, tiny_cache: TokenCache, tmp_path_factory: pytest.Tem
 
 
 class TestComplete:
-    def test_leaves_its_environment(self, complete: Path) -> None:
+    def test_leaves_its_configuration_and_environment(self, complete: Path, short: Config) -> None:
+        assert load(complete / "config.yaml") == short
         assert read_json(complete / "environment.json")["versions"]["torch"] == torch.__version__
 
     def test_has_a_line_for_every_update(self, complete: Path, short: Config) -> None:

@@ -11,7 +11,7 @@ from tinyllm_ray.command import Parser, exit_status
 from tinyllm_ray.errors import EXIT_DONE, ConfigError
 from tinyllm_ray.train.convert import export_command, import_command
 from tinyllm_ray.train.evaluate_command import evaluate_command
-from tinyllm_ray.train.folder import bring_curves, leave_before_start, open_folder, prepare_folder, read_result
+from tinyllm_ray.train.folder import begin_log, bring_curves, leave_before_start, prepare_folder, read_result
 from tinyllm_ray.train.interruption import Interruption
 from tinyllm_ray.train.stages import Stages, process_age_seconds
 
@@ -112,7 +112,7 @@ def _run(options: argparse.Namespace, interruption: Interruption, stages: Stages
         if _is_complete(options, config):
             return EXIT_DONE
         checkpoint = _checkpoint(options, config, cache)
-        _take_folder(options, config, checkpoint)
+        _take_folder(options, checkpoint)
         stages.end("cache_checks")
         warm = helpers.submit(warm_device, config, device)
         import_compiler(config)
@@ -148,9 +148,9 @@ def _is_complete(options: argparse.Namespace, config: "Config") -> bool:
     return True
 
 
-def _take_folder(options: argparse.Namespace, config: "Config", checkpoint: "Checkpoint | None") -> None:
+def _take_folder(options: argparse.Namespace, checkpoint: "Checkpoint | None") -> None:
     prepare_folder(options.out, options.resume is not None)
-    open_folder(options.out, config.to_yaml())
+    begin_log(options.out)
     if checkpoint is not None:
         bring_curves(checkpoint.path.parent.parent, options.out)
 

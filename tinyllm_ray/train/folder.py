@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +18,32 @@ def prepare_folder(out: Path, resume: bool = False) -> None:
     Raises ConfigError where it cannot be made, where it holds something and `resume` is False, and where with
     `resume` it holds something else than a run.
     """
-    try:
+    with _writable(out):
         out.mkdir(parents=True, exist_ok=True)
         names = {entry.name for entry in out.iterdir()}
-    except OSError as error:
-        raise ConfigError(f"--out {out}: {error.strerror}; choose a folder that can be written") from None
     if names and not names & {"config.yaml", "result.json", "train.log"}:
         raise ConfigError(f"--out {out}: the folder is not empty; choose another or remove it")
     if names and not resume:
         raise ConfigError(f"--out {out}: the folder holds a run; go on with it by --resume, or choose another folder")
 
 
-def open_folder(out: Path, configuration: str) -> None:
-    """Begin the run's log, train.log, and write its configuration. Raises ConfigError where that cannot be done."""
-    try:
-        logging.basicConfig(
-            filename=out / "train.log", level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-        )
+def begin_log(out: Path) -> None:
+    """Have the process log into the run's train.log. Raises ConfigError where that cannot be written."""
+    line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    with _writable(out):
+        logging.basicConfig(filename=out / "train.log", level=logging.INFO, format=line)
+
+
+def write_configuration(out: Path, configuration: str) -> None:
+    """Write the run's config.yaml. Raises ConfigError where that cannot be done."""
+    with _writable(out):
         journal.write_atomically(out / "config.yaml", configuration.encode())
+
+
+@contextlib.contextmanager
+def _writable(out: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ConfigError(f"--out {out}: {error.strerror}; choose a folder that can be written") from None
 

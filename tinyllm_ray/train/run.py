@@ -22,6 +22,7 @@ from tinyllm_ray.measure.environment import collect_environment
 from tinyllm_ray.train.checkpoint import Checkpoint
 from tinyllm_ray.train.checkpoints import prune, save_checkpoint
 from tinyllm_ray.train.diagnosis import explain_fault
+from tinyllm_ray.train.folder import write_configuration
 from tinyllm_ray.train.interruption import Interruption
 from tinyllm_ray.train.progress import OnProgress, Progress, Starting
 from tinyllm_ray.train.recipe import epoch_ends, learning_rate, run_updates
@@ -84,6 +85,7 @@ class Run:
 
     def execute(self) -> int:
         """Train, evaluate, write the result."""
+        write_configuration(self._out, self._config.to_yaml())
         environment = threading.Thread(target=self._write_environment, name="environment", daemon=True)
         start = self._checkpoint.step if self._checkpoint else 0
         with Trainer(self._config, self._cache, updates=start) as trainer:
