@@ -80,9 +80,13 @@ NO_CHANGE: dict[str, dict[str, Any]] = {
 ONE_VALUE_ONLY = {("execution", "data_parallel")}
 
 
+COMPANIONS = {"checkpoint_interval": {"checkpoint": "interval"}, "checkpoint_updates": {"checkpoint": "explicit"}}
+"""What a setting is refused without."""
+
+
 def nano(section: str, key: str, value: Any) -> Config:
     values = load("nano").model_dump(mode="json")
-    values[section][key] = value
+    values[section] |= {key: value, **COMPANIONS.get(key, {})}
     return validate(values, "test")
 
 
@@ -244,6 +248,9 @@ def test_what_is_no_number_is_refused_with_key_and_value(key: str, value: str) -
         ("execution.deterministic='false'", "'false' is not allowed: input should be a valid boolean"),
         ("optimizer.peak_learning_rate=1e39", "1e+39 is not allowed: input should be less than or equal to 1"),
         ("output.checkpoint_updates=[0]", "0 is not allowed: input should be greater than 0"),
+        ("data.cache=''", "'' is not allowed: string should have at least 1 character"),
+        ("training.seed=99999999999999999999999", "input should be less than 9223372036854776000"),
+        ("execution.cpu_threads=1000000", "1000000 is not allowed: input should be less than or equal to 1024"),
         ("data.cache=3", "3 is not allowed: input should be a valid string"),
     ],
 )
@@ -270,6 +277,7 @@ def test_what_does_not_divide_is_refused(override: str, words: str) -> None:
     [
         (["output.checkpoint=interval"], "checkpoint interval needs output.checkpoint_interval, like 1000"),
         (["output.checkpoint=explicit"], "checkpoint explicit needs output.checkpoint_updates, like [100, 1000]"),
+        (["output.checkpoint_interval=5"], "checkpoint_interval goes with checkpoint interval, not final"),
         (
             ["output.checkpoint=explicit", "output.checkpoint_updates=[]"],
             "checkpoint explicit needs output.checkpoint_updates",

@@ -4,10 +4,12 @@ Standard library only: the supervisor's command line imports this module.
 """
 
 import argparse
+import errno
+import os
 import re
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from tinyllm_ray.errors import EXIT_SIGINT, EXIT_USER, TinyllmRayError
 
@@ -25,6 +27,15 @@ class Parser(argparse.ArgumentParser):
         self.exit(EXIT_USER, f"error: {message}; see {self.prog} --help\n")
 
 
+def say(line: str, stream: TextIO | None = None) -> None:
+    """Print to `stream`, else standard output; a reader that is gone (`| head`) is no fault of the command."""
+    stream = stream or sys.stdout
+    try:
+        print(line, file=stream, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # the interpreter flushes again when it ends
+
+
 def exit_status(command: Callable[[], int]) -> int:
     """What `command` returns; for an error meant for the user, its line on standard error and its status."""
     try:
@@ -35,3 +46,8 @@ def exit_status(command: Callable[[], int]) -> int:
     except TinyllmRayError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        print(f"error: {str(error.filename)[:60]}...: this name is longer than a file's may be", file=sys.stderr)
+        return EXIT_USER

@@ -16,6 +16,8 @@ Integer = Annotated[int, BeforeValidator(_refuse_bool)]
 Number = Annotated[float, BeforeValidator(_refuse_bool), Field(allow_inf_nan=False)]
 Fraction01 = Annotated[Number, Field(ge=0, le=1)]
 
+Seed = Annotated[Integer, Field(ge=-(2**63), lt=2**63)]
+
 Update = Literal["eager", "compiled"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 SdpaBackend = Literal["auto", "flash", "cudnn", "efficient", "math"]
@@ -62,7 +64,7 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Which tokens, in which order."""
 
-    cache: str | None = None
+    cache: Annotated[str, Field(min_length=1)] | None = None
     """Folder of a prepared token cache; null is the default corpus, built on first use."""
     shards_per_range: Integer = Field(default=2, gt=0)
     """Shards that are read and shuffled together."""
@@ -106,7 +108,7 @@ class TrainingConfig(Section):
     """Last learning rate as a fraction of the peak."""
     max_updates: Integer | None = Field(default=None, gt=0)
     """Ends a run early; the schedule stays that of the whole budget."""
-    seed: Integer = 42
+    seed: Seed = 42
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
@@ -127,7 +129,7 @@ class EvaluationConfig(Section):
 
     subset_blocks: Integer = Field(default=1024, gt=0)
     """Rows of the fixed subset that epoch evaluations use (all of them where the split has fewer)."""
-    subset_seed: Integer = 12345
+    subset_seed: Seed = 12345
 
 
 class ExecutionConfig(Section):
@@ -139,7 +141,7 @@ class ExecutionConfig(Section):
     compile_mode: CompileMode | None = None
     """torch.compile's mode where update is compiled (null is default), meaningless elsewhere."""
     sdpa_backend: SdpaBackend = "auto"
-    cpu_threads: Integer | None = Field(default=None, gt=0)
+    cpu_threads: Integer | None = Field(default=None, gt=0, le=1024)
     """Threads of CPU operators; null is every core the process may use, at most 8 beside a GPU."""
     prefetch_depth: Integer = Field(default=1, ge=0)
     """Ranges of the token cache read ahead."""
@@ -200,4 +202,7 @@ class OutputConfig(Section):
             raise ValueError("checkpoint interval needs output.checkpoint_interval, like 1000")
         if self.checkpoint == "explicit" and not self.checkpoint_updates:
             raise ValueError("checkpoint explicit needs output.checkpoint_updates, like [100, 1000]")
+        for policy, key in (("interval", "checkpoint_interval"), ("explicit", "checkpoint_updates")):
+            if self.checkpoint != policy and getattr(self, key) is not None:
+                raise ValueError(f"{key} goes with checkpoint {policy}, not {self.checkpoint}; set one of them anew")
         return self

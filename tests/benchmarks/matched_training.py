@@ -1,14 +1,16 @@
 """Whether two executions of one recipe learn the same: their validation curves beside those of one execution twice.
 
-    python tests/benchmarks/matched_training.py --preset nano --set training.max_updates=300 --repeats 2 --out band.json
+    python tests/benchmarks/matched_training.py --preset nano --set training.max_updates=256 --rounded 3 --out band.json
     python tests/benchmarks/matched_training.py --preset 20m-32k --set training.token_budget=100000768 \\
         --set training.epochs=100 --execution update=compiled --other update=eager --out matched.json       # one H200
 
 Trains with the real command, each run in a process of its own: the first execution --repeats times (the A/A runs), the
-other once. The A/A band at a point is the largest difference between A/A runs at any point so far (chaos only grows),
-and at least --floor nats: on a CPU equal executions give equal bits, and 0.005 nats is what a recipe study resolves.
-The other execution is within the band where its distance from the nearest A/A run is no more than the band. Points
-within the first --passes passes over the tokens decide; later ones are reported.
+other once. On a CPU equal executions give equal bits, while any other one rounds differently and training amplifies
+that; there, --rounded runs of the first execution begin from weights moved by a rounding (each by one part in 2^23, up
+or down), and count among the A/A runs. The band at a point is the largest difference between A/A runs at any point so
+far (chaos only grows), and at least --floor nats, which is what a recipe study resolves. The other execution is within
+the band where its distance from the nearest A/A run is no more than the band. Points within the first --passes passes
+over the tokens decide; later ones are reported.
 """
 
 import argparse
@@ -31,6 +33,7 @@ def main():
     parser.add_argument("--execution", nargs="*", default=["update=eager"], metavar="KEY=VALUE")
     parser.add_argument("--other", nargs="*", default=["update=compiled"], metavar="KEY=VALUE")
     parser.add_argument("--repeats", type=int, default=2, help="A/A runs")
+    parser.add_argument("--rounded", type=int, default=0, help="A/A runs from weights moved by a rounding")
     parser.add_argument("--floor", type=float, default=0.005, help="nats")
     parser.add_argument("--passes", type=float, default=5.0)
     parser.add_argument("--folder", type=Path, help="keeps the runs' folders here")
@@ -38,6 +41,7 @@ def main():
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp())
     same = [train(options, options.execution, folder / f"a{number}") for number in range(options.repeats)]
+    same += [train(options, options.execution, folder / f"r{seed}", seed) for seed in range(1, options.rounded + 1)]
     other = train(options, options.other, folder / "b")
     report = compare(same, other, options)
     report["command"] = [Path(sys.executable).name, *sys.argv]
@@ -45,14 +49,36 @@ def main():
     show(report)
 
 
-def train(options, execution, out):
+def train_rounded(seed, arguments):
+    """The real command on weights that are moved by a rounding; its exit status."""
+    import torch
+
+    from tinyllm_ray.train import trainer
+    from tinyllm_ray.train.__main__ import main as train_command
+
+    initialize = trainer.initialize
+
+    def initialize_rounded(*settings):
+        model = initialize(*settings)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(1 + torch.randint(0, 2, weight.shape, generator=generator).mul(2).sub(1) * 2.0**-23)
+        return model
+
+    trainer.initialize = initialize_rounded
+    return train_command(arguments)
+
+
+def train(options, execution, out, rounded=0):
     """One run of the real command; what it left."""
     settings = [*options.set, *(f"execution.{setting}" for setting in execution)]
-    command = [sys.executable, "-m", "tinyllm_ray.train", "--config", options.preset, "--out", str(out)]
+    program = [__file__, "--train-rounded", str(rounded)] if rounded else ["-m", "tinyllm_ray.train"]
+    command = [sys.executable, *program, "--config", options.preset, "--out", str(out)]
     subprocess.run([*command, *(word for setting in settings for word in ("--set", setting))], check=True)
     lines = [json.loads(line) for line in (out / "evaluations.jsonl").read_text().splitlines()]
     return {
-        "execution": execution,
+        "execution": [*execution, *(["from rounded weights"] if rounded else [])],
         "config": load(out / "config.yaml"),
         "result": json.loads((out / "result.json").read_text()),
         "environment": json.loads((out / "environment.json").read_text()),
@@ -121,7 +147,7 @@ def show(report):
             f"{' '.join(run['execution']):40} validation {run['validation']['loss']:.4f}, "
             f"{run['training_tokens_per_second']:,.0f} targets/s, {run['training_elapsed_seconds']:.1f} s"
         )
-    print("  step  passes      same  other   distance  band")
+    print("  step  passes     first    other distance     band")
     for point in report["points"]:
         mark = "" if point["within"] else " outside" + ("" if point["decides"] else ", after the passes that decide")
         print(
@@ -132,4 +158,6 @@ def show(report):
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--train-rounded"]:
+        sys.exit(train_rounded(int(sys.argv[2]), sys.argv[3:]))
     main()

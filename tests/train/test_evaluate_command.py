@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from runs import read_json
+from small_caches import write_cache
 
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache
@@ -116,6 +117,8 @@ def test_mistakes_are_one_line(
     other = tmp_path / "other.yaml"
     other.write_text(tiny(model={"layers": 1}, data={"cache": config.data.cache}).to_yaml())
     assert "its model is another" in refusal(capsys, run, "--config", other)
+    more = write_cache(tmp_path / "more", {"train": [1] * 100, "validation": [1] * 100}, 1000, vocab_size=99)
+    assert "holds ids up to 98" in refusal(capsys, run, "--set", f"data.cache={more.folder}")
     damaged = tmp_path / "damaged.safetensors"
     damaged.write_bytes(weights.read_bytes()[:100])
     assert "damaged" in refusal(capsys, damaged, "--config", run / "config.yaml")

@@ -186,7 +186,7 @@ def test_the_command_says_what_is_there(folder: Path, tmp_path: Path, capsys: py
     assert import_command([str(folder), "--out", str(tmp_path / "back")]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"{tmp_path}/back/model.safetensors holds the weights, "
-        f"{tmp_path}/back/config.yaml the section model to train them with"
+        f"{tmp_path}/back/config.yaml the section model that fits them"
     ]
     (folder / "tokenizer.json").write_text("{}")
     assert import_command([str(folder), "--out", str(tmp_path / "more")]) == 0

@@ -17,6 +17,9 @@ from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.train.__main__ import main
 from tinyllm_ray.train.checkpoints import find_checkpoint
+from tinyllm_ray.train.folder import leave_before_start, lock_folder
+from tinyllm_ray.train.trainer import Trainer
+from tinyllm_ray.train.update import Statistics
 
 MakeConfig = Callable[..., Config]
 
@@ -219,3 +222,140 @@ def test_a_run_without_any_intact_checkpoint_is_refused(recipe: str, tmp_path: P
     with pytest.raises(ConfigError):
         find_checkpoint(out)
     assert train(recipe, out, "--resume") == 2
+
+
+class TestCameToHarm:
+    """What a cluster does to a run's folder, and what becomes of the run."""
+
+    def test_killed_before_its_first_checkpoint_was_whole(self, recipe: str, unbroken: Path, tmp_path: Path) -> None:
+        out = tmp_path / "run"
+        assert train(recipe, out, "--stop-at", "2") == 0
+        (out / "checkpoints" / "step-00000002").rename(out / "checkpoints" / ".step-00000002.writing-0123456789abcdef")
+        assert train(recipe, out, "--resume") == 0
+        assert learned(out) == learned(unbroken)
+
+    def test_two_at_a_time_are_one_too_many(
+        self, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        out = tmp_path / "run"
+        assert train(recipe, out, "--stop-at", "2") == 0
+        before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != "train.log"}
+        with lock_folder(out):
+            assert train(recipe, out, "--resume") == 2
+        assert "another process trains in this folder" in capsys.readouterr().err
+        assert {path: path.read_bytes() for path in before} == before
+
+    def test_a_damaged_curve_is_kept_and_the_run_goes_on(self, recipe: str, unbroken: Path, tmp_path: Path) -> None:
+        out = tmp_path / "run"
+        assert train(recipe, out, "--stop-at", "20") == 0
+        whole = (out / "metrics.jsonl").read_text().splitlines()
+        damaged = "\n".join([*whole[:5], '{"step": 6, "lo', *whole[6:], whole[3], "{}", '{"step": 21, "torn'])
+        (out / "metrics.jsonl").write_text(damaged)
+        assert train(recipe, out, "--resume") == 0
+        assert (out / "metrics.damaged.jsonl").read_text() == damaged
+        assert [line["step"] for line in metrics_of(out)] == [1, 2, 3, 4, 5, *range(7, 49)]
+        assert find_checkpoint(out).step == 48
+
+    def test_an_error_on_the_way_leaves_a_checkpoint_and_its_reason(
+        self, recipe: str, unbroken: Path, tiny_cache: TokenCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        out, steps = tmp_path / "run", []
+
+        def step(trainer: Trainer) -> Statistics:
+            steps.append(trainer.updates)
+            if trainer.updates == 15:
+                raise OSError("the file system went away")
+            return step_before(trainer)
+
+        step_before = Trainer.step
+        monkeypatch.setattr(Trainer, "step", step)
+        with pytest.raises(OSError, match="went away"):
+            train(recipe, out)
+        monkeypatch.undo()
+        result = read_json(out / "result.json")
+        assert (result["status"], result["step"]) == ("failed", 15)
+        assert result["fault"]["where"] == "OSError: the file system went away"
+        assert find_checkpoint(out).step == 15
+        assert train(recipe, out, "--resume") == 0
+        assert learned(out) == learned(unbroken)
+
+    def test_a_result_says_while_the_run_is_under_way(
+        self, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        seen = []
+
+        def step(trainer: Trainer) -> Statistics:
+            seen.append(read_json(tmp_path / "run" / "result.json"))
+            return step_before(trainer)
+
+        step_before = Trainer.step
+        monkeypatch.setattr(Trainer, "step", step)
+        assert train(recipe, tmp_path / "run", "--stop-at", "1") == 0
+        assert (seen[0]["status"], seen[0]["pid"]) == ("running", os.getpid())
+        assert "pid" not in read_json(tmp_path / "run" / "result.json")
+
+
+class TestFolders:
+    def test_a_configuration_alone_is_no_run(
+        self, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        out = tmp_path / "mine"
+        out.mkdir()
+        (out / "config.yaml").write_text("# by hand\npreset: nano\n")
+        assert train(recipe, out, "--resume") == 2
+        assert "holds no run" in capsys.readouterr().err
+        assert (out / "config.yaml").read_text() == "# by hand\npreset: nano\n"
+
+    def test_one_without_an_update_counts_as_empty(self, recipe: str, tmp_path: Path) -> None:
+        out = tmp_path / "run"
+        leave_before_start(out, False, 15)
+        assert read_json(out / "result.json")["status"] == "interrupted"
+        (out / "train.log").write_text("")
+        assert train(recipe, out, "--stop-at", "1") == 0
+
+    def test_a_run_that_is_complete_stays_so_where_a_signal_comes_first(self, unbroken: Path) -> None:
+        before = (unbroken / "result.json").read_bytes()
+        leave_before_start(unbroken, True, 15)
+        assert (unbroken / "result.json").read_bytes() == before
+
+    def test_another_recipe_is_refused_without_checkpoints_too(
+        self, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        out, none = tmp_path / "run", ("--set", "output.checkpoint=none")
+        assert train(recipe, out, *none, "--stop-at", "5") == 0
+        assert train(recipe, out, *none, "--resume", "--set", "optimizer.weight_decay=0.3") == 2
+        assert "optimizer.weight_decay 0.1, asked 0.3" in capsys.readouterr().err
+        assert len(metrics_of(out)) == 5
+
+    def test_what_a_job_made_since_is_in_its_own_folder(
+        self, recipe: str, unbroken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """The same command again, with another run's checkpoint to begin from."""
+        first, out = tmp_path / "first", tmp_path / "out"
+        assert train(recipe, first, "--stop-at", "10") == 0
+        command = (recipe, out, "--resume", str(first))
+        assert train(*command, "--stop-at", "30") == 0
+        assert train(*command, "--stop-at", "40") == 0
+        assert f"goes on from {out}" in capsys.readouterr().err
+        assert train(*command) == 0
+        assert learned(out) == learned(unbroken)
+
+    def test_paths_may_be_relative_and_linked(
+        self, recipe: str, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first = tmp_path / "first"
+        assert train(recipe, first, "--stop-at", "10") == 0
+        monkeypatch.chdir(first / "checkpoints")
+        (tmp_path / "latest").symlink_to(first / "checkpoints" / "step-00000010")
+        assert train(recipe, Path("../../relative"), "--resume", "step-00000010") == 0
+        assert train(recipe, Path("../../linked"), "--resume", "../../latest") == 0
+        assert learned(tmp_path / "relative") == learned(tmp_path / "linked") == learned(unbroken)
+
+    def test_the_best_is_the_best_so_far(self, recipe: str, tmp_path: Path) -> None:
+        out, every = tmp_path / "run", ("output.checkpoint=interval", "output.checkpoint_interval=12")
+        settings = [word for setting in every for word in ("--set", setting)]
+        assert train(recipe, out, *settings, "--set", "output.keep_checkpoints=null") == 0
+        for step in (24, 36, 48):
+            shutil.rmtree(out / "checkpoints" / f"step-{step:08d}")
+        assert train(recipe, out, *settings, "--resume", "--set", "training.max_updates=13", "--stop-at", "12") == 0
+        assert read_json(out / "best.json") == read_json(out / "result.json")["best"]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from runs import metrics_of, read_json, weights_of
+from small_caches import write_cache
 
 from tinyllm_ray.config import Config, load
 from tinyllm_ray.data.cache import TokenCache
@@ -154,13 +155,27 @@ class TestNotFinite:
         assert not (tmp_path / "checkpoints").exists()
 
 
+class TestLargeLoss:
+    def test_has_no_perplexity_and_is_no_error(
+        self, tiny: MakeConfig, tiny_cache: TokenCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(Evaluator, "evaluate", lambda self, batches: (4875.0, 999))
+        assert Run(tiny(training={"max_updates": 1}), tiny_cache, tmp_path).execute() == 0
+        validation = read_json(tmp_path / "result.json")["validation"]
+        assert (validation["loss"], validation["perplexity"]) == (4875.0, None)
+
+
 class TestWritesThatFail:
     """Neither the run nor what was written before comes to harm."""
 
-    def test_checkpoints_that_cannot_be_written(self, tiny: MakeConfig, tiny_cache: TokenCache, tmp_path: Path) -> None:
+    def test_checkpoints_that_cannot_be_written(
+        self, tiny: MakeConfig, tiny_cache: TokenCache, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         (tmp_path / "checkpoints").write_text("a file where the folder should be")
         config = tiny(training={"max_updates": 9}, output={"checkpoint": "interval", "checkpoint_interval": 4})
-        assert Run(config, tiny_cache, tmp_path).execute() == 0
+        with pytest.raises(TinyllmRayError, match="the last checkpoint could not be written"):
+            Run(config, tiny_cache, tmp_path).execute()
+        assert capsys.readouterr().err.count("training goes on") == 3
         result = read_json(tmp_path / "result.json")
         assert (result["status"], result["step"], result["failed_checkpoints"]) == ("complete", 9, 3)
         assert len(metrics_of(tmp_path)) == 9
@@ -247,6 +262,21 @@ class TestCommandLine:
         assert main(["--config", file, "--set", "training.token_budget=12800", "--out", str(tmp_path / "run")]) == 0
         assert "the run's 12,800 targets pass 2.1 times over the 6,000 training tokens of" in capsys.readouterr().err
 
+    def test_a_command_that_is_none_is_named(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as ended:
+            main(["evalute", "runs/first"])
+        assert ended.value.code == 2
+        assert "there is no command 'evalute', but evaluate, export, import" in capsys.readouterr().err
+
+    def test_a_split_without_a_row_is_found_before_anything_is_written(
+        self, file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        small = write_cache(tmp_path / "small", {"train": [1] * 1000, "validation": [1] * 9}, 1000, vocab_size=61)
+        out = tmp_path / "run"
+        assert main(["--config", file, "--set", f"data.cache={small.folder}", "--out", str(out)]) == 2
+        assert "9 validation tokens, not a row of model.context 16" in capsys.readouterr().err
+        assert not out.exists()
+
     @pytest.mark.parametrize(
         ("arguments", "words"),
         [
@@ -254,6 +284,8 @@ class TestCommandLine:
             (["--set", "training.max_updates=0"], "training.max_updates"),
             (["--set", "data.cache=/nowhere"], "/nowhere"),
             (["--out", "/proc/run"], "--out /proc/run"),
+            (["--stop-at", "0"], "--stop-at 0"),
+            (["--resume", "x" * 300], "longer than a file's may be"),
         ],
     )
     def test_a_mistake_is_one_line_and_status_2(

@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from signal import SIGINT, SIGKILL, SIGTERM, SIGUSR1, Signals
+from signal import SIG_DFL, SIGHUP, SIGINT, SIGKILL, SIGTERM, SIGUSR1, Signals, signal
 
 import numpy as np
 import pytest
@@ -45,7 +45,11 @@ def start(config: Config, out: Path, monkeypatch: pytest.MonkeyPatch, *arguments
     recipe = out.parent / "recipe.yaml"
     recipe.write_text(config.to_yaml())
     command = [sys.executable, "-m", "tinyllm_ray.train", "--config", str(recipe), "--out", str(out), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    before = signal(SIGHUP, SIG_DFL)  # ignored where the tests run under nohup, and so in what they start
+    try:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal(SIGHUP, before)
 
 
 def end(process: subprocess.Popen[str], number: Signals) -> tuple[int, str]:
@@ -105,7 +109,7 @@ def test_before_the_start_a_folder_of_somebody_else_stays_as_it_is(
     assert [path.name for path in out.iterdir()] == ["thesis.tex"]
 
 
-@pytest.mark.parametrize(("number", "status"), [(SIGINT, 130), (SIGTERM, 143), (SIGUSR1, 143)])
+@pytest.mark.parametrize(("number", "status"), [(SIGINT, 130), (SIGTERM, 143), (SIGUSR1, 143), (SIGHUP, 143)])
 def test_in_training(
     tiny: MakeConfig,
     tiny_cache: TokenCache,
@@ -162,8 +166,38 @@ def test_twice(tiny: MakeConfig, long_validation: TokenCache, out: Path, monkeyp
     process = start(config, out, monkeypatch)
     wait(process, out, training)
     process.send_signal(SIGTERM)
+    assert process.stderr is not None
+    while "SIGTERM" not in process.stderr.readline():
+        pass
     assert end(process, SIGINT)[0] == 143
     assert len(metrics_of(out)) > 30
+
+
+def test_twice_the_same_at_once_is_one_wish(
+    tiny: MakeConfig, tiny_cache: TokenCache, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `timeout` sends it: to the process and then to its group."""
+    config = tiny(training={"token_budget": 128 * 10**6}, data={"cache": str(tiny_cache.folder)})
+    process = start(config, out, monkeypatch)
+    wait(process, out, training)
+    process.send_signal(SIGINT)
+    assert end(process, SIGINT)[0] == 130
+    assert read_json(out / "result.json")["step"] == find_checkpoint(out).step
+
+
+def test_a_reader_that_goes_away_ends_no_training(
+    tiny: MakeConfig, tiny_cache: TokenCache, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny(training={"token_budget": 128 * 10**6}, data={"cache": str(tiny_cache.folder)})
+    process = start(config, out, monkeypatch)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    process.stderr.close()
+    wait(process, out, training)
+    process.send_signal(SIGTERM)
+    assert process.wait(timeout=60) == 143
+    assert read_json(out / "result.json")["status"] == "interrupted"
 
 
 def test_killed_in_training_leaves_whole_lines(

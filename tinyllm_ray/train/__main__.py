@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tinyllm_ray.command import Parser, exit_status
+from tinyllm_ray.command import Parser, exit_status, say
 from tinyllm_ray.errors import EXIT_DONE, ConfigError
 from tinyllm_ray.train.convert import export_command, import_command
 from tinyllm_ray.train.evaluate_command import evaluate_command
-from tinyllm_ray.train.folder import begin_log, bring_curves, leave_before_start, prepare_folder, read_result
+from tinyllm_ray.train.folder import begin_log, bring_curves, has_begun, leave_before_start, prepare_folder, read_result
 from tinyllm_ray.train.interruption import Interruption
 from tinyllm_ray.train.stages import Stages, process_age_seconds
 
@@ -36,11 +36,11 @@ examples:
       --out runs/20m --resume
       starts where there is nothing yet, goes on where there is: one command for a job that comes back
 
-SIGINT, SIGTERM and SIGUSR1 end a run after the update in flight, with a checkpoint (unless output.checkpoint is none)
-and status interrupted; before the first update, and when sent again, at once.
+SIGINT, SIGTERM, SIGUSR1 and SIGHUP end a run after the update in flight, with a checkpoint (unless output.checkpoint
+is none) and status interrupted; before the first update, and when sent again a second later, at once.
 
 exit status: 0 trained to the end, or to --stop-at; 1 a fault of the program; 2 a mistake in the request; 3 the loss or
-a gradient went non-finite; 130 ended by SIGINT; 143 ended by SIGTERM or SIGUSR1
+a gradient went non-finite; 130 ended by SIGINT; 143 ended by SIGTERM, SIGUSR1 or SIGHUP
 """
 
 COMMANDS = {"evaluate": evaluate_command, "export": export_command, "import": import_command}
@@ -50,9 +50,12 @@ def main(arguments: list[str] | None = None, age_seconds: float = 0.0) -> int:
     """Run the command line and return its exit status; `age_seconds` is how long the process lives already."""
     stages = Stages(age_seconds)
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments and (command := COMMANDS.get(arguments[0])):
-        return command(arguments[1:])
-    options = build_parser().parse_args(arguments)
+    parser = build_parser()
+    if arguments and not arguments[0].startswith("-"):
+        if arguments[0] not in COMMANDS:
+            parser.error(f"there is no command {arguments[0]!r}, but {', '.join(COMMANDS)}")
+        return COMMANDS[arguments[0]](arguments[1:])
+    options = parser.parse_args(arguments)
     with Interruption(lambda number: leave_before_start(options.out, options.resume is not None, number)) as heard:
         return exit_status(lambda: _run(options, heard, stages))
 
@@ -109,7 +112,7 @@ def _run(options: argparse.Namespace, interruption: Interruption, stages: Stages
         cache = open_cache(config.data.cache or default_cache())
         check_fits(config, cache)
         device = choose_device(config)
-        if _is_complete(options, config):
+        if _is_complete(options, config, cache):
             return EXIT_DONE
         checkpoint = _checkpoint(options, config, cache)
         _take_folder(options, checkpoint)
@@ -119,7 +122,7 @@ def _run(options: argparse.Namespace, interruption: Interruption, stages: Stages
         warm.result()
         stages.end("compiler_and_device")
     if passes := describe_passes(config, cache):
-        print(passes, file=sys.stderr)
+        say(passes, sys.stderr)
     with progress_line() as on_progress:
         status = Run(
             config,
@@ -131,20 +134,30 @@ def _run(options: argparse.Namespace, interruption: Interruption, stages: Stages
             interruption=interruption,
             stages=stages,
         ).execute()
-    how = "" if status == EXIT_DONE else f"ended early (exit status {status}): "
-    print(f"{how}{options.out / 'result.json'} holds the result, {options.out / 'metrics.jsonl'} the curve")
+    _say_end(options.out)
     return status
 
 
-def _is_complete(options: argparse.Namespace, config: "Config") -> bool:
+def _say_end(out: Path) -> None:
+    result = read_result(out)
+    how = f"{result['status']} after {result['step']} updates"
+    if result["validation"]:
+        how += f", validation loss {result['validation']['loss']:.4f}"
+    if result["fault"]:
+        how += f": {result['fault']['where']}"
+    say(f"{how}; {out / 'result.json'} holds the result, {out / 'metrics.jsonl'} the curve")
+
+
+def _is_complete(options: argparse.Namespace, config: "Config", cache: "TokenCache") -> bool:
     """Whether there is nothing to go on with; says so."""
     from tinyllm_ray.train.recipe import run_updates
 
     result = read_result(options.out) if options.resume == "" else {}
-    same = result.get("recipe_identity") == config.recipe_identity
-    if not same or result.get("status") != "complete" or result["step"] < run_updates(config):
+    identities = (result.get("recipe_identity"), result.get("cache_identity"))
+    complete = result.get("status") == "complete" and result.get("step", 0) >= run_updates(config)
+    if not complete or identities != (config.recipe_identity, cache.identity):
         return False
-    print(f"{options.out} is complete: {result['step']} updates, validation loss {result['validation']['loss']:.4f}")
+    say(f"{options.out} is complete: {result['step']} updates, validation loss {result['validation']['loss']:.4f}")
     return True
 
 
@@ -152,7 +165,7 @@ def _take_folder(options: argparse.Namespace, checkpoint: "Checkpoint | None") -
     prepare_folder(options.out, options.resume is not None)
     begin_log(options.out)
     if checkpoint is not None:
-        bring_curves(checkpoint.path.parent.parent, options.out)
+        bring_curves(checkpoint.path, options.out)
 
 
 def _configuration(options: argparse.Namespace) -> "Config":
@@ -165,29 +178,37 @@ def _configuration(options: argparse.Namespace) -> "Config":
         source = options.out / "config.yaml"
         if options.resume is None or not source.exists():
             raise ConfigError("--config is missing: a preset's name or a YAML file; see --help for examples")
-    return load(source, options.set)
+    config = load(source, options.set)
+    if config.data.cache is None:
+        return config
+    # As given it would mean another folder where the run is gone on with from elsewhere.
+    absolute = {"cache": str(Path(config.data.cache).absolute())}
+    return config.model_copy(update={"data": config.data.model_copy(update=absolute)})
 
 
 def _checkpoint(options: argparse.Namespace, config: "Config", cache: "TokenCache") -> "Checkpoint | None":
     """Where the run goes on from; None at its start."""
     from tinyllm_ray.train.checkpoints import find_checkpoint
-    from tinyllm_ray.train.same_recipe import refuse_other_recipe
+    from tinyllm_ray.train.same_recipe import refuse_other_recipe, refuse_other_run
 
     if options.resume is None:
         return None
-    if not options.resume and not (options.out / "checkpoints").exists():
-        print(f"{options.out} holds no checkpoint yet: the run begins from the start", file=sys.stderr)
+    own = find_checkpoint(options.out) if any(options.out.glob("checkpoints/step-*")) else None
+    named = find_checkpoint(Path(options.resume)) if options.resume else None
+    if named and own and own.step > named.step and options.out.resolve() in named.path.resolve().parents:
+        raise ConfigError(
+            f"--resume {options.resume}: {options.out} holds a later checkpoint, of update {own.step}, which would "
+            "stay the newest; give another --out, or remove the later ones"
+        )
+    # A job that comes back says the same again: what it made since is in its own folder.
+    checkpoint = max((found for found in (own, named) if found), key=lambda found: found.step, default=None)
+    if checkpoint is None:
+        if has_begun(options.out):
+            refuse_other_run(options.out, config, cache.identity)
+        say(f"{options.out} holds no checkpoint yet: the run begins from the start", sys.stderr)
         return None
-    checkpoint = find_checkpoint(Path(options.resume or options.out))
     refuse_other_recipe(checkpoint, config, cache.identity)
-    if options.resume and checkpoint.path.parent.parent.resolve() == options.out.resolve():
-        newest = find_checkpoint(options.out).step
-        if newest > checkpoint.step:
-            raise ConfigError(
-                f"--resume {options.resume}: {options.out} holds a later checkpoint, of update {newest}, which would "
-                "stay the newest; give another --out, or remove the later ones"
-            )
-    print(f"goes on from {checkpoint.path}", file=sys.stderr)
+    say(f"goes on from {checkpoint.path}", sys.stderr)
     return checkpoint
 
 

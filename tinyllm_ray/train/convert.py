@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tinyllm_ray.command import Parser, exit_status
+from tinyllm_ray.command import Parser, exit_status, say
 from tinyllm_ray.errors import EXIT_DONE
 
 _EXPORT_EPILOG = """examples:
@@ -76,5 +76,5 @@ def import_parser() -> Parser:
 
 
 def _say(lines: list[str]) -> int:
-    print(*lines, sep="\n")
+    say("\n".join(lines))
     return EXIT_DONE

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tinyllm_ray.command import Parser, exit_status
+from tinyllm_ray.command import Parser, exit_status, say
 from tinyllm_ray.errors import EXIT_DONE, ConfigError
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ def _evaluate(options: argparse.Namespace) -> int:
     from tinyllm_ray.data.prepare import default_cache
     from tinyllm_ray.model.llama import allocate
     from tinyllm_ray.train.evaluate import Evaluator
+    from tinyllm_ray.train.recipe import check_vocabulary
+    from tinyllm_ray.train.result import perplexity
     from tinyllm_ray.train.trainer import choose_device, settle_threads
     from tinyllm_ray.train.weights import load_weights
     from tinyllm_ray.train.weights_source import open_weights
@@ -71,6 +73,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     config = _configuration(source, options)
     cache = open_cache(config.data.cache or default_cache())
     cache.shards(options.split)
+    check_vocabulary(config, cache)
     device = choose_device(config)
     torch.set_num_threads(settle_threads(config, device))
     model = allocate(config.model)
@@ -89,7 +92,7 @@ def _evaluate(options: argparse.Namespace) -> int:
         "weights": str(source.weights),
         "step": source.step,
         "loss": loss if math.isfinite(loss) else None,
-        "perplexity": math.exp(loss) if loss < 700 else None,
+        "perplexity": perplexity(loss),
         "tokens": targets,
         "seconds": seconds,
         "tokens_per_second": targets / seconds,
@@ -98,8 +101,8 @@ def _evaluate(options: argparse.Namespace) -> int:
         "cache_identity": cache.identity,
     }
     if source.cache_identity not in (None, cache.identity):
-        print(f"{cache.folder} is another token cache than the one of the training", file=sys.stderr)
-    print(json.dumps(found, indent=2))
+        say(f"{cache.folder} is another token cache than the one of the training", sys.stderr)
+    say(json.dumps(found, indent=2, ensure_ascii=False))
     return EXIT_DONE
 
 

@@ -28,7 +28,7 @@ def import_folder(folder: Path, out: Path) -> list[str]:
     with new_folder(out) as temporary:
         write_atomically(temporary / "config.yaml", dump_yaml({"model": config.model_dump(mode="json")}).encode())
         write_atomically(temporary / SINGLE_FILE, save(weights, metadata={"format": "pt"}))
-    lines = [f"{out / SINGLE_FILE} holds the weights, {out / 'config.yaml'} the section model to train them with"]
+    lines = [f"{out / SINGLE_FILE} holds the weights, {out / 'config.yaml'} the section model that fits them"]
     if (folder / "tokenizer.json").is_file():
         lines.append(f"for its own tokens: python -m tinyllm_ray.data prepare --tokenizer {folder} --source ...")
     return lines

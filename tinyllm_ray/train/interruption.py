@@ -11,14 +11,20 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Self
 
+from tinyllm_ray.command import say
 from tinyllm_ray.errors import EXIT_SIGINT, EXIT_SIGTERM
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""SIGUSR1 is what Slurm is asked to send some time before a job's limit (`sbatch --signal=USR1@60`)."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""SIGUSR1 is what Slurm is asked to send some time before a job's limit (`sbatch --signal=USR1@60`), SIGHUP what a
+terminal sends that goes away (unless `nohup` has it ignored)."""
+
+_ONE_WISH_SECONDS = 1.0
+"""`timeout` and shells signal a process and then its group: the same signal again so soon is the same wish."""
 
 
 class Interrupted(BaseException):
@@ -30,11 +36,11 @@ class Interruption:
 
     Outside of the two contexts the first signal ends the process at once, after `leave` has written what an
     interrupted run leaves: nothing was done yet that would be lost. Inside `orderly()` it is kept in `number` for the
-    run to look at; inside `raising()` it also raises Interrupted in the main thread. A second signal ends the process
-    at once, wherever it is.
+    run to look at; inside `raising()` it also raises Interrupted in the main thread. A second signal (another one, or
+    the same a second later) ends the process at once, wherever it is.
     """
 
-    def __init__(self, leave: Callable[[int], None] = lambda number: None) -> None:
+    def __init__(self, leave: Callable[[int], object] = lambda number: None) -> None:
         self.number = 0
         """The first signal, 0 for none."""
         self.leave = leave
@@ -50,7 +56,8 @@ class Interruption:
             os.set_blocking(self._pipe[1], False)  # as set_wakeup_fd wants it
             self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
             for number in SIGNALS:
-                self._before[number] = signal.signal(number, self._handle)
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._handle)
             self._listener = threading.Thread(target=self._listen, args=(self._pipe[0],), name="signals", daemon=True)
             self._listener.start()
         return self
@@ -103,12 +110,13 @@ class Interruption:
             raise Interrupted
 
     def _listen(self, descriptor: int) -> None:
-        heard = 0
+        last, at = 0, 0.0
         while data := os.read(descriptor, 64):
             for number in data:
-                if number in SIGNALS:
-                    heard += 1
-                    self._decide(number, first=heard == 1)
+                if number not in SIGNALS or (number == last and time.monotonic() - at < _ONE_WISH_SECONDS):
+                    continue
+                self._decide(number, first=not last)
+                last, at = number, time.monotonic()
 
     def _decide(self, number: int, first: bool) -> None:
         name = signal.Signals(number).name
@@ -127,4 +135,4 @@ class Interruption:
 def _say(line: str) -> None:
     """A line on standard error; a terminal gets its cursor back, which a progress bar may have hidden."""
     show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""
-    print(f"{show_cursor}{line}", file=sys.stderr, flush=True)
+    say(f"{show_cursor}{line}", sys.stderr)

@@ -67,17 +67,27 @@ def epoch_ends(config: Config) -> dict[int, int]:
 
 
 def check_fits(config: Config, cache: TokenCache) -> None:
-    """Raises ConfigError where the recipe cannot be trained on the tokens of `cache`."""
-    if cache.vocab_size > config.model.vocab_size:
+    """Raises ConfigError where the recipe cannot be trained, or not be evaluated, on the tokens of `cache`."""
+    check_vocabulary(config, cache)
+    if not count_rows(cache.tokens("validation"), config.model.context):
         raise ConfigError(
-            f"data.cache: {cache.folder} holds ids up to {cache.vocab_size - 1}, model.vocab_size is "
-            f"{config.model.vocab_size}; set model.vocab_size={cache.vocab_size} or take another cache"
+            f"data.cache: {cache.folder} holds {cache.tokens('validation')} validation tokens, not a row of "
+            f"model.context {config.model.context} + 1; lower model.context or take a larger cache"
         )
     rows = count_rows(cache.tokens("train"), config.model.context)
     if rows < config.rows_per_update:
         raise ConfigError(
             f"data.cache: {cache.folder} holds {rows} rows of model.context {config.model.context}, fewer than the "
             f"{config.rows_per_update} of an update; lower training.tokens_per_update or take a larger cache"
+        )
+
+
+def check_vocabulary(config: Config, cache: TokenCache) -> None:
+    """Raises ConfigError where `cache` holds ids that the model has not."""
+    if cache.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"data.cache: {cache.folder} holds ids up to {cache.vocab_size - 1}, model.vocab_size is "
+            f"{config.model.vocab_size}; set model.vocab_size={cache.vocab_size} or take another cache"
         )
 
 

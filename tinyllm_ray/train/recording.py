@@ -3,13 +3,17 @@
 A full disk or a removed folder stops no training: lines wait in memory, and every later write tries again.
 """
 
+import contextlib
 import json
 import logging
+import shutil
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from tinyllm_ray import journal
+from tinyllm_ray.command import say
 from tinyllm_ray.train.event_files import EventFiles
 
 log = logging.getLogger(__name__)
@@ -45,14 +49,31 @@ class Lines:
 def keep_lines(path: Path, last_step: int) -> None:
     """Have a JSON Lines file end with `last_step`, where a resumed run goes on.
 
-    Lines after it, which the interrupted run had written since its checkpoint, move to NAME.superseded.jsonl.
+    Lines after it, which the interrupted run had written since its checkpoint, move to NAME.superseded.jsonl. A damaged
+    file is kept as NAME.damaged.jsonl, and what can be read of it goes on: a curve is no reason to lose a run. Raises
+    OSError.
     """
-    entries = journal.read_lines(path)
+    entries, damaged = _read_lines(path)
+    if damaged:
+        log.warning("%s is damaged; it stays as %s", path, path.with_suffix(".damaged.jsonl"))
+        shutil.copyfile(path, path.with_suffix(".damaged.jsonl"))
     later = [entry for entry in entries if entry["step"] > last_step]
     if later:
         journal.append_lines(path.with_suffix(".superseded.jsonl"), later)
     kept = "".join(json.dumps(entry) + "\n" for entry in entries if entry["step"] <= last_step)
     journal.write_atomically(path, kept.encode())
+
+
+def _read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
+    """The first entry of every step (and split), and whether any line but a torn last one was not an entry."""
+    found: dict[tuple[int, str], dict[str, Any]] = {}
+    lines = path.read_bytes().split(b"\n")[:-1]
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            entry = json.loads(line)
+            if isinstance(entry, dict) and isinstance(entry.get("step"), int):
+                found.setdefault((entry["step"], entry.get("split", "")), entry)
+    return [found[key] for key in sorted(found)], len(found) < len(lines)
 
 
 class Recording:
@@ -109,5 +130,7 @@ class Recording:
     def _complain(self, error: OSError) -> None:
         """Once, until a write succeeds again."""
         if not self._failing:
-            log.warning("%s cannot be written (%s); training goes on, and what waits is tried again", self._out, error)
+            line = f"{self._out} cannot be written ({error}); training goes on, and what waits is tried again"
+            log.warning(line)  # into a file on the same disk, so a person is told as well
+            say(line, sys.stderr)
         self._failing = True

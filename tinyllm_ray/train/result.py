@@ -1,4 +1,4 @@
-"""A run's result: how it ended, what it reached, and what it took."""
+"""What a run says about itself: of every update, and at its end what it reached and what it took."""
 
 import math
 from typing import Any
@@ -10,8 +10,23 @@ from tinyllm_ray.data.cache import TokenCache, unigram_level
 from tinyllm_ray.measure.environment import devices, source_identity
 from tinyllm_ray.measure.flops import flop_per_target, peak_flops
 from tinyllm_ray.measure.memory import peak_memory
+from tinyllm_ray.train.recipe import learning_rate
 from tinyllm_ray.train.state import RunState
 from tinyllm_ray.train.trainer import Trainer
+
+
+def metrics_entry(config: Config, state: RunState, loss: float, grad_norm: float, rate: float) -> dict[str, Any]:
+    """What metrics.jsonl holds of the update after those of `state`; `rate` is in targets a second."""
+    return {
+        "step": state.step + 1,
+        "tokens": (state.step + 1) * config.training.tokens_per_update,
+        "loss": loss,
+        "lr": learning_rate(config, state.step),
+        "grad_norm": grad_norm,
+        "tokens_per_second": rate,
+        "training_seconds": state.training_seconds,
+        "data_wait_seconds": state.data_wait_seconds,
+    }
 
 
 def build_result(trainer: Trainer, cache: TokenCache, state: RunState) -> dict[str, Any]:
@@ -37,6 +52,17 @@ def build_result(trainer: Trainer, cache: TokenCache, state: RunState) -> dict[s
     )
 
 
+def failed_result(config: Config, state: RunState, reason: str) -> dict[str, Any]:
+    """What result.json holds after an error ended the run."""
+    fault = {"update": state.step + 1, "loss": None, "grad_norm": None, "where": reason}
+    return {"status": "failed", "signal": None, "fault": fault, "validation": None, **_progress(config, state)}
+
+
+def perplexity(loss: float) -> float | None:
+    """Its exponential; None where a float cannot hold that."""
+    return math.exp(loss) if loss < 700 else None
+
+
 def _progress(config: Config, state: RunState) -> dict[str, Any]:
     return {
         "parameters": config.model.parameters,
@@ -50,6 +76,7 @@ def _progress(config: Config, state: RunState) -> dict[str, Any]:
         "failed_checkpoints": state.failed_checkpoints,
         "training_seconds": state.training_seconds,
         "training_elapsed_seconds": state.elapsed_seconds,
+        "all_start_seconds": state.start_seconds,
         "evaluation_seconds": state.evaluation_seconds,
         "checkpoint_seconds": state.checkpoint_seconds,
         "data_wait_seconds": state.data_wait_seconds,

@@ -20,20 +20,19 @@ from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.errors import EXIT_DONE, EXIT_NO_RESULT, TinyllmRayError
 from tinyllm_ray.measure.environment import collect_environment
 from tinyllm_ray.train.checkpoint import Checkpoint
-from tinyllm_ray.train.checkpoints import prune, save_checkpoint
 from tinyllm_ray.train.diagnosis import explain_fault
-from tinyllm_ray.train.folder import write_configuration
+from tinyllm_ray.train.folder import RESULT, begin_result, left_at_start, lock_folder, writable
 from tinyllm_ray.train.interruption import Interruption
 from tinyllm_ray.train.progress import OnProgress, Progress, Starting
-from tinyllm_ray.train.recipe import epoch_ends, learning_rate, run_updates
+from tinyllm_ray.train.recipe import epoch_ends, run_updates
 from tinyllm_ray.train.recording import Recording
-from tinyllm_ray.train.result import build_result
+from tinyllm_ray.train.result import build_result, failed_result, metrics_entry, perplexity
+from tinyllm_ray.train.saving import Saving
 from tinyllm_ray.train.stages import Stages
 from tinyllm_ray.train.state import RunState
 from tinyllm_ray.train.trainer import Trainer
 from tinyllm_ray.train.update import Statistics
 from tinyllm_ray.train.validation import Evaluated, Validation
-from tinyllm_ray.train.weights import CheckpointWriteError
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +62,8 @@ class Run:
         stages: Stages | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
-        self._config, self._cache, self._out = config, cache, out
+        assert stop_at is None or stop_at > 0
+        self._config, self._cache, self._out = config, cache, Path(out)
         self._checkpoint = checkpoint
         self._on_progress = on_progress
         self._interruption = interruption or Interruption()
@@ -71,12 +71,15 @@ class Run:
         self._clock = clock
         self._began = clock() - self._stages.total
         self._total = run_updates(config)
-        self._stop = min(self._total, stop_at or self._total)
+        self._start = checkpoint.step if checkpoint else 0
+        self._stop = self._total if stop_at is None else min(self._total, stop_at)
         self._ends = epoch_ends(config)
         self._state = RunState()
         self._pending: list[Statistics] = []
         self._most_pending = 1
-        self._saved_step = -1
+        self._trainer: Trainer | None = None
+        self._ended = False
+        """Whether result.json is written."""
         self._before = RunState()
         """As the sessions before left it."""
         self._fault: dict[str, Any] | None = None
@@ -84,19 +87,36 @@ class Run:
         """Whether the weights are worth keeping: an update that went non-finite did not touch them."""
 
     def execute(self) -> int:
-        """Train, evaluate, write the result."""
-        write_configuration(self._out, self._config.to_yaml())
-        environment = threading.Thread(target=self._write_environment, name="environment", daemon=True)
-        start = self._checkpoint.step if self._checkpoint else 0
-        with Trainer(self._config, self._cache, updates=start) as trainer:
+        """Train, evaluate, write the result. Raises ConfigError where the folder cannot be written, or is in use."""
+        with lock_folder(self._out):
+            before = begin_result(self._out, self._config.to_yaml())
+            with writable(self._out):
+                self._recording = Recording(self._out, self._start, self._config.output.tensorboard)
+            # Before the first update, on another thread: nothing was done in this session that would be lost.
+            self._interruption.leave = lambda number: self._write_result(left_at_start(before, number))
+            try:
+                return self._execute()
+            except BaseException as error:
+                self._give_up(error)
+                raise
+            finally:
+                self._interruption.leave = lambda number: None
+
+    def _execute(self) -> int:
+        write, collect = self._recording.write_json, collect_environment
+        environment = threading.Thread(target=lambda: write("environment.json", collect()), daemon=True)
+        with Trainer(self._config, self._cache, updates=self._start) as trainer:
+            self._stages.end("run_metadata", **trainer.stage_seconds)
             if self._checkpoint is not None:
                 self._restore(trainer, self._checkpoint)
-            self._recording = Recording(self._out, start, self._config.output.tensorboard)
             self._validation = Validation(trainer, self._cache, self._interruption, self._on_progress, self._clock)
-            self._interruption.leave = self._leave
-            self._stages.end("run_metadata", **trainer.stage_seconds)
+            saved = self._start if self._checkpoint and self._checkpoint.path.is_relative_to(self._out) else -1
+            self._saving = Saving(self._out, trainer, self._cache.identity, saved, self._clock)
+            self._trainer = trainer
+            if (self._out / "best.json").exists():  # of a session whose later part is made again
+                self._recording.write_json("best.json", self._state.best)
             environment.start()  # nvidia-smi and git take seconds, which the first update hides
-            if start < self._stop:
+            if self._start < self._stop:
                 self._update_first(trainer)
             with self._interruption.orderly():
                 self._train(trainer)
@@ -110,8 +130,23 @@ class Run:
         self._state = RunState(**checkpoint.load_training(trainer.model, trainer.optimizer))
         self._state.sessions += 1
         self._before = dataclasses.replace(self._state)
-        self._saved_step = checkpoint.step
+        self._stages.end("restore")
         log.info("goes on from %s", checkpoint.path)
+
+    def _give_up(self, error: BaseException) -> None:
+        """Save what is sound and say what ended the run; whatever fails in this is of less interest than `error`."""
+        if self._ended:
+            return
+        reason = f"{type(error).__name__}: {error}"
+        try:
+            if self._trainer is not None:
+                if self._pending:
+                    self._read(self._trainer, self._clock())
+                self._saving.save_last(self._state)
+        except Exception:
+            log.exception("after %s", reason)
+        self._write_result(failed_result(self._config, self._state, reason))
+        self._recording.close()
 
     def _update_first(self, trainer: Trainer) -> None:
         """The update that starts and compiles: a signal ends the process at once, since nothing is lost by it."""
@@ -127,9 +162,9 @@ class Run:
     def _train(self, trainer: Trainer) -> None:
         self._reach(trainer)
         began = self._clock()
-        while trainer.updates < self._stop and not self._over:
+        while trainer.updates < self._stop and self._goes_on:
             self._pending.append(trainer.step())
-            due = self._evaluation_due(trainer.updates) or self._checkpoint_due(trainer.updates)
+            due = self._evaluation_due(trainer.updates) or self._saving.due(trainer.updates)
             if due or len(self._pending) >= self._most_pending or trainer.updates == self._stop:
                 self._read(trainer, began)
                 self._reach(trainer)
@@ -138,25 +173,19 @@ class Run:
             self._read(trainer, began)
 
     @property
-    def _over(self) -> bool:
-        return bool(self._interruption.number) or self._fault is not None
+    def _goes_on(self) -> bool:
+        return not self._interruption.number and self._fault is None
 
     def _reach(self, trainer: Trainer) -> None:
         """Whatever is due at the present update."""
-        if self._evaluation_due(trainer.updates) and not self._over:
+        if self._evaluation_due(trainer.updates) and self._goes_on:
             self._evaluate_subset()
-        if self._checkpoint_due(trainer.updates) and not self._over:
-            self._save(trainer)
+        if self._saving.due(trainer.updates) and self._goes_on:
+            self._note_seconds(trainer)
+            self._saving.save(self._state)
 
     def _evaluation_due(self, step: int) -> bool:
         return (step in self._ends or step == self._total) and step > self._state.evaluated_step
-
-    def _checkpoint_due(self, step: int) -> bool:
-        output = self._config.output
-        if output.checkpoint == "interval":
-            assert output.checkpoint_interval is not None
-            return step % output.checkpoint_interval == 0
-        return output.checkpoint == "explicit" and step in (output.checkpoint_updates or ())
 
     def _read(self, trainer: Trainer, began: float, counted: bool = True) -> None:
         """Wait for the pending updates, queued since `began`, and write their metrics."""
@@ -174,7 +203,7 @@ class Run:
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
                 self._fail(state.step + 1, loss, explain_fault(trainer, self._cache, state.step), grad_norm)
                 break
-            lines.append(self._metrics(trainer, loss, grad_norm, targets / seconds))
+            lines.append(metrics_entry(self._config, state, loss, grad_norm, targets / seconds))
             state.step, state.loss = state.step + 1, loss
         self._pending.clear()
         self._recording.metrics(lines)
@@ -187,24 +216,13 @@ class Run:
         state.elapsed_seconds = before.elapsed_seconds + self._clock() - self._began
         state.data_wait_seconds = before.data_wait_seconds + trainer.data_wait_seconds
         state.evaluation_seconds = before.evaluation_seconds + self._validation.seconds
-
-    def _metrics(self, trainer: Trainer, loss: float, grad_norm: float, rate: float) -> dict[str, Any]:
-        step = self._state.step
-        return {
-            "step": step + 1,
-            "tokens": (step + 1) * trainer.targets_per_update,
-            "loss": loss,
-            "lr": learning_rate(self._config, step),
-            "grad_norm": grad_norm,
-            "tokens_per_second": rate,
-            "training_seconds": self._state.training_seconds,
-            "data_wait_seconds": self._state.data_wait_seconds,
-        }
+        state.start_seconds = before.start_seconds + self._stages.total
 
     def _fail(self, update: int, loss: float, where: str, grad_norm: float | None = None) -> None:
         """Note what went non-finite, as text, since JSON has no such numbers."""
         log.error("update %d: loss %s, gradient norm %s: %s", update, loss, grad_norm, where)
-        self._fault = {"update": update, "loss": str(loss), "grad_norm": str(grad_norm), "where": where}
+        norm = None if grad_norm is None else str(grad_norm)
+        self._fault = {"update": update, "loss": str(loss), "grad_norm": norm, "where": where}
 
     def _evaluate_subset(self) -> None:
         state = self._state
@@ -223,34 +241,15 @@ class Run:
             self._recording.write_json("best.json", state.best)
 
     def _record(self, split: str, found: Evaluated) -> None:
-        state = self._state
-        line = "update %d, epoch %d: %s loss %.4f over %d targets"
-        log.info(line, state.step, state.epochs, split, found.loss, found.targets)
-        self._recording.evaluation({"step": state.step, "epoch": state.epochs, "split": split, **found._asdict()})
-
-    def _save(self, trainer: Trainer) -> None:
-        """A checkpoint of the present state; one that cannot be written costs that checkpoint and nothing else."""
-        config, state, output = self._config, self._state, self._config.output
-        if self._saved_step == state.step:
-            return
-        began = self._clock()
-        asked_for = output.checkpoint_updates if output.checkpoint == "explicit" else None
-        self._note_seconds(trainer)
-        try:
-            progress, identity = dataclasses.asdict(state), self._cache.identity
-            save_checkpoint(self._out, state.step, trainer.model, trainer.optimizer, progress, config, identity)
-            self._saved_step = state.step
-            prune(self._out, output.keep_checkpoints, always=asked_for or (), trusted=[state.step])
-        except CheckpointWriteError as error:
-            state.failed_checkpoints += 1
-            log.error("%s", error)
-        state.checkpoint_seconds += self._clock() - began
+        entry = {"step": self._state.step, "epoch": self._state.epochs, "split": split, **found._asdict()}
+        log.info("update %(step)d, epoch %(epoch)d: %(split)s loss %(loss).4f over %(targets)d targets", entry)
+        self._recording.evaluation(entry)
 
     def _finish(self, trainer: Trainer) -> int:
         """Save what the policy promises, validate, write the result; the exit status."""
-        ended = self._state.step == self._total and not self._over
-        if self._config.output.checkpoint != "none" and self._state.step and self._sound:
-            self._save(trainer)
+        ended = self._state.step == self._total and self._goes_on
+        self._note_seconds(trainer)
+        saved = not self._sound or self._saving.save_last(self._state)
         validation = self._validate() if ended else None
         status = "failed" if self._fault else "complete" if validation else "interrupted"
         written = self._recording.close()
@@ -263,10 +262,13 @@ class Run:
             **build_result(trainer, self._cache, self._state),
             "seconds_this_session": self._clock() - self._began,
             "start_seconds": self._stages.seconds,
-            "entry_to_first_update_seconds": self._stages.total,
+            "entry_to_first_update_seconds": self._stages.total if "first_update" in self._stages.seconds else None,
         }
-        if not self._recording.write_json("result.json", result) or not written:
+        self._ended = self._write_result(result)
+        if not self._ended or not written:
             raise TinyllmRayError(f"{self._out}: the result could not be written whole; free space and --resume")
+        if not saved:
+            raise TinyllmRayError(f"{self._out}: the last checkpoint could not be written; train.log says why")
         if status == "interrupted":
             return self._interruption.exit_status if self._interruption.number else EXIT_DONE
         return EXIT_NO_RESULT if status == "failed" else EXIT_DONE
@@ -282,17 +284,12 @@ class Run:
         self._record("validation", found)
         return {
             "loss": found.loss,
-            "perplexity": math.exp(found.loss),
+            "perplexity": perplexity(found.loss),
             "tokens": found.targets,
             "seconds": found.seconds,
             "split": "validation",
             "validation_complete": True,
         }
 
-    def _write_environment(self) -> None:
-        self._recording.write_json("environment.json", collect_environment())
-
-    def _leave(self, number: int) -> None:
-        """Called on another thread, at once: nothing was done in this session that would be lost."""
-        result = {"status": "interrupted", "signal": number, "step": self._before.step, "stage": "start"}
-        self._recording.write_json("result.json", result)
+    def _write_result(self, result: dict[str, Any]) -> bool:
+        return self._recording.write_json(RESULT, result)

@@ -19,12 +19,28 @@ def progress_line(console: Console | None = None, clock: Clock = time.monotonic)
     """A function to call with every event; it draws on `console`, standard error unless another is given."""
     console = console or Console(stderr=True)
     if not console.is_terminal:
-        yield _Lines(console, clock)
+        yield _unless_closed(_Lines(console, clock))
         return
     # No markup: a stage's or a split's name is text.
     text, count = TextColumn("{task.description}", markup=False), TextColumn("{task.fields[count]}", markup=False)
     with RichProgress(text, BarColumn(), count, TimeRemainingColumn(), console=console, get_time=clock) as bars:
-        yield _Bars(bars, clock)
+        yield _unless_closed(_Bars(bars, clock))
+
+
+def _unless_closed(show: OnProgress) -> OnProgress:
+    """A pipe that is closed, or a terminal that went away, ends the display and not what it shows."""
+    closed = False
+
+    def showing(event: Event) -> None:
+        nonlocal closed
+        if closed:
+            return
+        try:
+            show(event)
+        except (OSError, ValueError):  # ValueError: writing to a file that Python has closed
+            closed = True
+
+    return showing
 
 
 class _Pace:

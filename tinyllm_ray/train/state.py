@@ -27,5 +27,7 @@ class RunState:
     data_wait_seconds: float = 0.0
     evaluation_seconds: float = 0.0
     checkpoint_seconds: float = 0.0
+    start_seconds: float = 0.0
+    """From every session's process start to the end of its first update."""
     failed_checkpoints: int = 0
     sessions: int = 1

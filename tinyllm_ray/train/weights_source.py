@@ -28,6 +28,10 @@ class WeightsSource(NamedTuple):
     @property
     def model(self) -> ModelConfig:
         """Raises ConfigError where the configuration has no valid section `model`."""
+        if not self.configuration:
+            raise ConfigError(
+                f"{self.origin}: this file knows no model; take a run's folder, a checkpoint's, or an import"
+            )
         try:
             return ModelConfig.model_validate(self.configuration.get("model"))
         except ValidationError as error:
@@ -40,7 +44,8 @@ def open_weights(source: Path) -> WeightsSource:
     """
     if source.is_file():
         return WeightsSource(source, {}, str(source))
-    if (source / WEIGHTS).is_file() and (source / "config.yaml").is_file():
+    imported = (source / WEIGHTS).is_file() and (source / "config.yaml").is_file()
+    if imported and not (source / "checkpoints").is_dir():
         return WeightsSource(source / WEIGHTS, read_mapping(source / "config.yaml"), str(source / "config.yaml"))
     found = find_checkpoint(source)
     manifest = found.manifest
