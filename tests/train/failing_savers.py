@@ -1,7 +1,7 @@
-"""Saves checkpoints where writing fails, and prints what came of it: `failing_savers.py limit|disk RUN CONFIG`.
+"""Saves checkpoints where writing fails, and prints what came of it: `failing_savers.py limit|disk RUN CONFIG MODELS`.
 
 `limit` bounds the size of files, `disk` mounts a small file system on RUN (in a namespace of its own) and fills it up
-to every number of free pages.
+to every number of free pages. With MODELS of 0 it is one model that is saved, else a pack of so many.
 """
 
 import json
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from checkpoint_states import CACHE, Training
+from checkpoint_states import CACHE, PackedTraining, Training
 
 from tinyllm_ray.config import load
 from tinyllm_ray.train.checkpoints import find_checkpoint, save_checkpoint
@@ -44,13 +44,13 @@ def free_pages(run: Path) -> Iterator[int]:
         pages += 1
 
 
-def main(kind: str, run: Path, config_file: Path) -> None:
+def main(kind: str, run: Path, config_file: Path, models: int) -> None:
     torch.set_num_threads(1)
     config = load(config_file)
-    training = Training(config)
+    training = PackedTraining(config, models=models) if models else Training(config)
 
     def save(step: int) -> Path:
-        return save_checkpoint(run, step, training.model, training.optimizer, {}, config, CACHE)
+        return save_checkpoint(run, step, training.model, training.optimizer, {}, config, CACHE, average=True)
 
     if kind == "disk":
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(run)], check=True)
@@ -72,4 +72,4 @@ def main(kind: str, run: Path, config_file: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))

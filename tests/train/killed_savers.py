@@ -1,7 +1,8 @@
-"""Forks savers of checkpoints, kills each amid it, and prints what it found: `killed_savers.py FOLDER CONFIG`.
+"""Forks savers of checkpoints, kills each amid it, and prints what it found: `killed_savers.py FOLDER CONFIG MODELS`.
 
-All savers come from this process, which has PyTorch imported. A checkpoint of step N has N in every weight and moment,
-so that a mixture of two would show.
+With MODELS of 0 it is one model that is saved, else a pack of so many, killed at every step only. All savers come from
+this process, which has PyTorch imported. A checkpoint of step N has N in every weight and moment, so that a mixture of
+two would show.
 """
 
 import json
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoint_states import CACHE, Training
+from checkpoint_states import CACHE, PackedTraining, Training
 
 from tinyllm_ray.config import load
 from tinyllm_ray.train.checkpoint import open_checkpoint
@@ -35,7 +36,10 @@ class Savers:
     def save(self, step: int) -> None:
         self._fill(step)
         training = self._training
-        save_checkpoint(self.run, step, training.model, training.optimizer, {"step": step}, training.config, CACHE)
+        progress = {"step": step}
+        save_checkpoint(
+            self.run, step, training.model, training.optimizer, progress, training.config, CACHE, average=True
+        )
 
     def found(self) -> int:
         """The step of what a resuming run gets; fails where it is not whole."""
@@ -45,7 +49,7 @@ class Savers:
         checkpoint.load_weights(training.model)
         assert checkpoint.load_training(training.model, training.optimizer) == {"step": checkpoint.step}
         values = [*training.weights().values(), *training.moments().values()]
-        assert all(bool((value == checkpoint.step).all()) for value in values)
+        assert all(bool((value == checkpoint.step).all()) for value in values if value.is_floating_point())
         return checkpoint.step
 
     def temporary(self) -> list[str]:
@@ -57,7 +61,8 @@ class Savers:
                 weight.fill_(step)
         for state in self._training.optimizer.state.values():
             for value in state.values():
-                value.fill_(step)
+                if value.is_floating_point():  # whether a model has stopped is no number
+                    value.fill_(step)
 
 
 def fork(work: Callable[[], None]) -> int:
@@ -130,10 +135,10 @@ def kill_at_every_event(savers: Savers) -> dict[str, Any]:
     savers.save(1)
     savers.save(2)
     outcomes: list[int] = []
-    for event in range(1, 200):
+    for event in range(1, 300):
         bad = savers.run / "checkpoints" / "step-00000003"
         bad.mkdir(exist_ok=True)
-        for path in bad.iterdir():
+        for path in bad.rglob("*.*"):
             path.write_bytes(b"")
 
         def save_and_prune(event: int = event) -> None:
@@ -184,10 +189,12 @@ def save_beside_a_stopped_writer(savers: Savers) -> dict[str, Any]:
     }
 
 
-def main(folder: Path, config_file: Path) -> None:
+def main(folder: Path, config_file: Path, models: int) -> None:
     torch.set_num_threads(1)
-    training = Training(load(config_file))
-    scenarios = (kill_at_random_times, kill_at_every_event, save_beside_a_stopped_writer)
+    config = load(config_file)
+    training = PackedTraining(config, models=models) if models else Training(config)
+    every = (kill_at_random_times, kill_at_every_event, save_beside_a_stopped_writer)
+    scenarios = (kill_at_every_event,) if models else every
     print(
         json.dumps(
             {scenario.__name__: scenario(Savers(folder / scenario.__name__, training)) for scenario in scenarios}
@@ -196,4 +203,4 @@ def main(folder: Path, config_file: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from tinyllm_ray.config import Config
 from tinyllm_ray.errors import ConfigError
-from tinyllm_ray.train.checkpoint import Checkpoint, DamagedError, open_checkpoint
+from tinyllm_ray.train.checkpoint import Checkpoint, open_checkpoint
 from tinyllm_ray.train.checkpoints import save_checkpoint
+from tinyllm_ray.train.manifest import DamagedError
 
 MakeConfig = Callable[..., Config]
 

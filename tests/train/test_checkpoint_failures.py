@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_states import CACHE, Training
+from checkpoint_states import CACHE, PackedTraining, Training
 
 from tinyllm_ray.config import Config
 from tinyllm_ray.train.checkpoints import find_checkpoint, prune, save_checkpoint
@@ -47,15 +47,16 @@ def names(run: Path) -> list[str]:
 
 
 @pytest.fixture
-def fail(config: Config, tmp_path: Path) -> Callable[..., Any]:
+def fail(tiny: MakeConfig, tmp_path: Path) -> Callable[..., Any]:
     """Runs `failing_savers.py` on the run's folder `tmp_path / "run"`."""
 
-    def run(kind: str, *prefix: str) -> Any:
+    def run(kind: str, *prefix: str, models: int = 0) -> Any:
         (tmp_path / "run").mkdir()
+        config = tiny(model={"layers": 1}) if models else tiny()
         (tmp_path / "config.yaml").write_text(config.to_yaml())
         program = [sys.executable, str(Path(__file__).with_name("failing_savers.py"))]
         done = subprocess.run(
-            [*prefix, *program, kind, str(tmp_path / "run"), str(tmp_path / "config.yaml")],
+            [*prefix, *program, kind, str(tmp_path / "run"), str(tmp_path / "config.yaml"), str(models)],
             capture_output=True,
             text=True,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
@@ -75,13 +76,14 @@ def test_a_file_that_cannot_grow_at_any_place(fail: Callable[..., Any], tmp_path
     assert find_checkpoint(tmp_path / "run").step == 2
 
 
-def test_a_disk_that_fills_at_any_page(fail: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("models", [0, 2])
+def test_a_disk_that_fills_at_any_page(fail: Callable[..., Any], tmp_path: Path, models: int) -> None:
     namespace = ["unshare", "--user", "--map-root-user", "--mount"]
     try:
         subprocess.run([*namespace, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("no file system can be mounted here")
-    result = fail("disk", *namespace)
+    result = fail("disk", *namespace, models=models)
     assert len(result["errors"]) > 50
     assert all("step-00000002: not written: " in error for error in result["errors"])
     assert all("No space left" in error for error in result["errors"])
@@ -97,16 +99,22 @@ def test_a_run_whose_folder_was_removed_is_not_brought_back(save: Save, tmp_path
 
 
 @pytest.mark.parametrize("removed", [".", "checkpoints"])
+@pytest.mark.parametrize(("models", "at"), [(0, 2), (2, 2), (2, 3), (2, 6), (2, 8)])
 def test_a_folder_that_is_removed_on_the_way(
-    save: Save, tmp_path: Path, removed: str, monkeypatch: pytest.MonkeyPatch
+    config: Config, tmp_path: Path, models: int, at: int, removed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    training = PackedTraining(config, models=models) if models else Training(config)
+
+    def save(step: int) -> None:
+        save_checkpoint(tmp_path, step, training.model, training.optimizer, {}, config, CACHE)
+
     save(1)
     whole = os.fsync
     calls = []
 
     def remove_then_sync(descriptor: int) -> None:
         calls.append(descriptor)
-        if len(calls) == 2:
+        if len(calls) == at:
             shutil.rmtree(tmp_path / removed)
         whole(descriptor)
 

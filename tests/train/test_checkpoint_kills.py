@@ -13,13 +13,12 @@ import pytest
 from tinyllm_ray.config import Config
 
 
-@pytest.fixture(scope="module")
-def outcome(tiny: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def killed(config: Config, folder: Path, models: int) -> dict[str, Any]:
     """What `killed_savers.py` found, by scenario."""
-    folder = tmp_path_factory.mktemp("kills")
-    (folder / "config.yaml").write_text(tiny().to_yaml())
+    (folder / "config.yaml").write_text(config.to_yaml())
+    program = Path(__file__).with_name("killed_savers.py")
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("killed_savers.py")), str(folder), str(folder / "config.yaml")],
+        [sys.executable, str(program), str(folder), str(folder / "config.yaml"), str(models)],
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
@@ -27,6 +26,11 @@ def outcome(tiny: Callable[..., Config], tmp_path_factory: pytest.TempPathFactor
     assert done.returncode == 0, done.stderr
     assert "saver: " not in done.stderr, done.stderr
     return dict(json.loads(done.stdout))
+
+
+@pytest.fixture(scope="module")
+def outcome(tiny: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return killed(tiny(), tmp_path_factory.mktemp("kills"), models=0)
 
 
 def test_fifty_kills_at_random_times_lose_no_finished_checkpoint(outcome: dict[str, Any]) -> None:
@@ -43,7 +47,16 @@ def test_kills_leave_temporary_folders_and_the_next_save_removes_them(outcome: d
 
 
 def test_a_kill_at_any_step_of_replacing_and_pruning_leaves_a_whole_checkpoint(outcome: dict[str, Any]) -> None:
-    result = outcome["kill_at_every_event"]
+    check_kills_at_every_event(outcome["kill_at_every_event"])
+
+
+def test_a_kill_at_any_step_leaves_a_whole_checkpoint_of_all_packed_models(
+    tiny: Callable[..., Config], tmp_path: Path
+) -> None:
+    check_kills_at_every_event(killed(tiny(), tmp_path, models=2)["kill_at_every_event"])
+
+
+def check_kills_at_every_event(result: dict[str, Any]) -> None:
     outcomes = result["outcomes"]
     assert outcomes == sorted(outcomes)  # the old one until a certain step of it, from then on the other
     assert set(outcomes) == {2, 3}

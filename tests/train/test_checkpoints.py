@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from tinyllm_ray.config import Config
 from tinyllm_ray.errors import ConfigError
-from tinyllm_ray.train.checkpoint import DamagedError
 from tinyllm_ray.train.checkpoints import find_checkpoint, find_weights, prune, save_checkpoint
+from tinyllm_ray.train.manifest import DamagedError
 from tinyllm_ray.train.weights import load_weights
 
 MakeConfig = Callable[..., Config]

@@ -21,7 +21,8 @@ from torch import nn
 
 from tinyllm_ray.config import Config
 from tinyllm_ray.errors import ConfigError
-from tinyllm_ray.train.checkpoint import MANIFEST, WEIGHTS, Checkpoint, DamagedError, open_checkpoint, write_checkpoint
+from tinyllm_ray.train.checkpoint import Checkpoint, open_checkpoint, write_checkpoint
+from tinyllm_ray.train.manifest import MANIFEST, DamagedError
 from tinyllm_ray.train.weights import CheckpointWriteError, sync
 
 log = logging.getLogger(__name__)
@@ -41,12 +42,17 @@ def save_checkpoint(
     progress: dict[str, Any],
     config: Config,
     cache_identity: str,
+    *,
+    average: bool = False,
 ) -> Path:
     """Write a checkpoint into the folder `run`, which must exist, and return its folder when it is on the disk.
 
-    Without an optimizer it holds weights only, and no progress. An intact checkpoint of the same step and recipe
-    stays as it is; a damaged one, or one of weights where training is to be saved, is replaced. Raises
-    CheckpointWriteError where it cannot be written; nothing is left of it then, and no other is touched.
+    Without an optimizer it holds weights only, and no progress. With `average` it also holds the mean of a packed
+    model's weights, which is what is evaluated where workers are mixed; a lone model is its own.
+
+    An intact checkpoint of the same step and recipe stays as it is; a damaged one, or one of weights where training is
+    to be saved, is replaced. Raises CheckpointWriteError where it cannot be written; nothing is left of it then, and no
+    other is touched.
     """
     target = run / FOLDER / f"step-{step:08d}"
     try:
@@ -56,7 +62,7 @@ def save_checkpoint(
                 log.info("%s: is there already, intact, and stays", target)
                 return target
             temporary.mkdir()
-            write_checkpoint(temporary, step, model, optimizer, progress, config, cache_identity)
+            write_checkpoint(temporary, step, model, optimizer, progress, config, cache_identity, average=average)
             if target.exists():
                 _remove(target)
             try:
@@ -103,7 +109,7 @@ def find_weights(source: Path) -> Path:
     """The weights' file of what `find_checkpoint` finds; `source` may also be such a file. Raises ConfigError."""
     if source.suffix == ".safetensors" and not source.is_dir():
         return source
-    return find_checkpoint(source).path / WEIGHTS
+    return find_checkpoint(source).weights_path()
 
 
 def prune(run: Path, keep: int | None, always: Collection[int] = (), trusted: Collection[int] = ()) -> list[int]:

@@ -52,7 +52,8 @@ def _refuse(place: Path, different: list[str]) -> None:
 
 
 def _settings(recipe: dict[str, Any]) -> dict[str, Any]:
-    return {f"{section}.{key}": value for section, values in recipe.items() for key, value in values.items()}
+    """By dotted key; a section that a recipe does without has none."""
+    return {f"{section}.{key}": value for section, values in recipe.items() for key, value in (values or {}).items()}
 
 
 def _shown(settings: dict[str, Any], key: str) -> str:

@@ -10,65 +10,86 @@ from typing import Any
 import torch
 from torch import nn
 
-_WRAPPER = "_orig_mod."
-"""What torch.compile's module wrapper puts into its parameters' names."""
+from tinyllm_ray.train.parts import Part, canonical_parameters
+
+State = dict[str, dict[str, Any]]
+"""What an optimizer holds for one model, by parameter and the optimizer's own key."""
 
 
-def canonical_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of `model` under its own names, whether or not it or a part of it is wrapped by torch.compile."""
-    return {name.replace(_WRAPPER, ""): weight for name, weight in model.named_parameters()}
+def capture(model: nn.Module, optimizer: torch.optim.Optimizer, part: Part) -> State:
+    """The optimizer's state of one model.
+
+    A lone model's tensors are those in use: write them before the next update. A worker's are copies on the host, since
+    torch.save would write all workers' with each; so take one worker after another.
+    """
+    return {
+        name: {key: _to_write(value, part) for key, value in part.state(optimizer, weight).items()}
+        for name, weight in canonical_parameters(model).items()
+        if weight in optimizer.state
+    }
 
 
-def capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Optimizer and random state. Its tensors are those in use, not copies: write them before the next update."""
-    return {"optimizer": _named_state(model, optimizer), "random": _random_state(device_of(model))}
-
-
-def check(model: nn.Module, stored: dict[str, Any]) -> None:
-    """Raises ValueError naming the first entry of a captured state that does not fit `model`."""
-    weights = canonical_parameters(model)
-    for name, values in stored["optimizer"].items():
+def check(model: nn.Module, optimizer: torch.optim.Optimizer, part: Part, stored: State) -> None:
+    """Raises ValueError naming the first entry of a captured state that does not fit the model of `part`."""
+    weights = part.weights(model)
+    for name, values in stored.items():
         if name not in weights:
             raise ValueError(f"optimizer state of {name}, which the model has not")
         for key, value in values.items():
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
             if shape not in ((), tuple(weights[name].shape)):
                 raise ValueError(f"{key} of {name} is {list(shape)}, in the model {list(weights[name].shape)}")
+    if part.worker is not None:
+        for name, weight in canonical_parameters(model).items():
+            there, here = sorted(stored.get(name, ())), sorted(part.state(optimizer, weight))
+            if there != here:  # one worker alone cannot get or lose a moment
+                raise ValueError(f"optimizer state of {name} is {there}, in the optimizer {here}")
 
 
-def restore(model: nn.Module, optimizer: torch.optim.Optimizer, stored: dict[str, Any]) -> None:
-    """Put a captured state back: tensors the optimizer holds are filled, missing ones made on their weight's device.
+def restore(model: nn.Module, optimizer: torch.optim.Optimizer, part: Part, stored: State) -> None:
+    """Put back a captured state that `check` let pass: tensors the optimizer holds are filled, missing ones made on
+    their weight's device.
 
     Settings of the parameter groups stay as they are: they are the configuration's, and the learning rate's tensors
-    are set by the schedule. Raises ValueError, and changes nothing, where the state does not fit.
+    are set by the schedule.
     """
-    check(model, stored)
     names = {id(weight): name for name, weight in canonical_parameters(model).items()}
     with torch.no_grad():
         for group in optimizer.param_groups:
             on_device = bool(group.get("fused") or group.get("capturable"))
             for weight in group["params"]:
-                values = stored["optimizer"].get(names[id(weight)])
+                values = stored.get(names[id(weight)])
                 if values is None:
                     optimizer.state.pop(weight, None)
                 else:
-                    _fill(optimizer.state[weight], values, weight.device, on_device)
-    _restore_random_state(stored["random"], device_of(model))
+                    _fill(part.state(optimizer, weight), values, weight.device, on_device)
 
 
-def device_of(model: nn.Module) -> torch.device:
+def random_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Of the host's generator and of that of the device the model is on."""
+    device = _device_of(model)
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_random_state(model: nn.Module, states: dict[str, torch.Tensor]) -> None:
+    """Put back what `random_state` gave; a device's only where the model is on one of its kind."""
+    device = _device_of(model)
+    torch.set_rng_state(states["cpu"].clone())
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"].clone(), device)
+
+
+def _device_of(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def _named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    return {
-        name: {
-            key: value.detach() if isinstance(value, torch.Tensor) else value
-            for key, value in optimizer.state[weight].items()
-        }
-        for name, weight in canonical_parameters(model).items()
-        if weight in optimizer.state
-    }
+def _to_write(value: Any, part: Part) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach() if part.worker is None else value.detach().to("cpu", copy=True)
 
 
 def _fill(held: dict[str, Any], stored: dict[str, Any], device: torch.device, step_on_device: bool) -> None:
@@ -83,16 +104,3 @@ def _fill(held: dict[str, Any], stored: dict[str, Any], device: torch.device, st
             held[key] = value.to(home, copy=True)  # what was read may be a view of the file
         else:
             held[key] = value
-
-
-def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def _restore_random_state(states: dict[str, torch.Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states["cpu"].clone())
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"].clone(), device)

@@ -4,7 +4,9 @@ import contextlib
 import hashlib
 import os
 import secrets
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -12,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tinyllm_ray.errors import ConfigError, TinyllmRayError
-from tinyllm_ray.train.training_state import canonical_parameters
+from tinyllm_ray.train.parts import canonical_parameters
 
 
 class CheckpointWriteError(TinyllmRayError):
@@ -23,7 +25,7 @@ def save_weights(model: nn.Module, path: Path) -> None:
     """Write the weights of `model` to the file `path`, atomically. Raises CheckpointWriteError."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        write_tensors(model, temporary)
+        write_tensors(canonical_parameters(model), temporary)
         temporary.replace(path)
         sync(path.parent)
     except (OSError, SafetensorError) as error:
@@ -38,14 +40,29 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
     Raises ConfigError, and changes nothing, when the file is missing, damaged or holds another model.
     """
-    wanted = canonical_parameters(model)
-    try:
-        with safe_open(path, "pt") as file:
+    fill_tensors([(canonical_parameters(model), path)])
+
+
+def fill_tensors(places: Sequence[tuple[Mapping[str, torch.Tensor], Path]]) -> None:
+    """Fill tensors from files, each file's names and shapes being those of its tensors; one tensor is read at a time.
+
+    Raises ConfigError, and changes nothing, when a file is missing, damaged or holds other tensors.
+    """
+    for wanted, path in places:
+        with _opened(path) as file:
             shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             _refuse_other_shapes(path, shapes, {name: list(weight.shape) for name, weight in wanted.items()})
-            with torch.no_grad():
-                for name, weight in wanted.items():
-                    weight.copy_(file.get_tensor(name))
+    for wanted, path in places:
+        with _opened(path) as file, torch.no_grad():
+            for name, weight in wanted.items():
+                weight.copy_(file.get_tensor(name))
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
     except OSError as error:
         raise ConfigError(f"{path}: no such checkpoint, or it cannot be read: {error}") from None
     except SafetensorError as error:
@@ -62,11 +79,12 @@ def _refuse_other_shapes(path: Path, stored: dict[str, list[int]], wanted: dict[
             )
 
 
-def write_tensors(model: nn.Module, path: Path) -> None:
-    weights = {name: weight.detach().contiguous().cpu() for name, weight in canonical_parameters(model).items()}
+def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write the file `path` and return when it is on the disk. Raises OSError or SafetensorError."""
+    on_host = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
     path.touch()
     mode = path.stat().st_mode  # as the user's mask has it; safetensors 0.8 leaves files for their owner only
-    save_file(weights, path, metadata={"format": "pt"})
+    save_file(on_host, path, metadata={"format": "pt"})
     path.chmod(mode)
     sync(path)
 
