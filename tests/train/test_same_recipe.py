@@ -1,5 +1,6 @@
 """Which configurations may go on from a checkpoint, and how the others are refused."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from tinyllm_ray.config import Config
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.train.checkpoint import Checkpoint, open_checkpoint
 from tinyllm_ray.train.checkpoints import save_checkpoint
-from tinyllm_ray.train.same_recipe import refuse_other_recipe
+from tinyllm_ray.train.same_recipe import differences, refuse_other_recipe
 
 MakeConfig = Callable[..., Config]
 
@@ -73,6 +74,34 @@ def test_another_token_cache_is_named_with_both_identities(saved: Path, config: 
     message = refusal(saved, config, "d" * 64)
     assert f"token cache {CACHE}, asked {'d' * 64}" in message
     assert message.count("asked") == 1
+
+
+def test_settings_of_one_model_among_many_are_told_apart() -> None:
+    """In one long list of sections the difference would be beyond what is shown."""
+
+    def packing(*each: dict[str, Any]) -> dict[str, Any]:
+        return {"packing": {"models": len(each), "scheme": None, "each": list(each)}}
+
+    stored = packing({"seed": 1, "betas": [0.9, 0.95]}, {"seed": 2, "betas": None})
+    asked = packing({"seed": 1, "betas": [0.8, 0.95]}, {"seed": 3, "betas": [0.9, 0.95]})
+    assert list(differences(stored, asked)) == [
+        "packing.each.0.betas [0.9, 0.95], asked [0.8, 0.95]",
+        "packing.each.1.betas null, asked [0.9, 0.95]",
+        "packing.each.1.seed 2, asked 3",
+    ]
+    assert list(differences(stored, stored)) == []
+    fewer = [f"packing.each {json.dumps(stored['packing']['each'])[:57]}..., asked [{{", "packing.models 2, asked 1"]
+    found = list(differences(stored, packing({"seed": 1, "betas": None})))
+    assert [line[: len(start)] for line, start in zip(found, fewer, strict=True)] == fewer
+
+
+def test_a_section_that_one_recipe_does_without_has_no_settings_there() -> None:
+    packed = {"model": {"width": 32}, "packing": {"models": 2, "scheme": None}}
+    assert list(differences({"model": {"width": 32}}, packed)) == ["packing.models null, asked 2"]
+    assert list(differences(packed, {"model": {"width": 16}})) == [
+        "model.width 32, asked 16",
+        "packing.models 2, asked null",
+    ]
 
 
 def test_a_checkpoint_from_before_a_setting_existed_has_its_default(saved: Path, config: Config) -> None:
