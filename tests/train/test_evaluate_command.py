@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_states import PackedTraining
 from runs import read_json
 from small_caches import write_cache
 
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.train.__main__ import main
-from tinyllm_ray.train.checkpoints import find_checkpoint
+from tinyllm_ray.train.checkpoints import find_checkpoint, save_checkpoint
 from tinyllm_ray.train.run import Run
+from tinyllm_ray.train.weights import save_weights
 
 MakeConfig = Callable[..., Config]
 
@@ -88,6 +90,20 @@ def test_a_file_of_weights_with_a_configuration(run: Path, capsys: pytest.Captur
     weights = find_checkpoint(run).path / "model.safetensors"
     loss = evaluate(capsys, run)["loss"]
     assert evaluate(capsys, weights, "--config", run / "config.yaml")["loss"] == loss
+
+
+def test_one_of_packed_models(
+    config: Config, tiny_cache: TokenCache, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = PackedTraining(config)
+    path = save_checkpoint(tmp_path, 3, trained.model, trained.optimizer, {}, config, tiny_cache.identity)
+    assert f"choose one of its 3 workers, {path}/workers/00 to" in refusal(capsys, tmp_path)
+    save_weights(trained.model.workers()[2], tmp_path / "alone.safetensors")
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    expected = evaluate(capsys, tmp_path / "alone.safetensors", "--config", tmp_path / "config.yaml")
+    found = evaluate(capsys, path / "workers" / "02")
+    assert (found["loss"], found["step"]) == (expected["loss"], 3)
+    assert found["weights"] == str(path / "workers/02/model.safetensors")
 
 
 def test_what_was_exported_and_imported_loses_nothing(
