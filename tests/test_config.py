@@ -55,7 +55,18 @@ OTHER_RECIPES: dict[str, dict[str, Any]] = {
         "seed": 43,
     },
     "evaluation": {"subset_blocks": 32, "subset_seed": 1},
+    "packing": {"models": 2},
 }
+MIXED = {"models": 4, "topology": "complete", "scheme": "awc"}
+ADAPTIVE = MIXED | {"consensus_start_fraction": 0.5, "consensus_power": 1.0}
+OTHER_PACKS: dict[str, tuple[dict[str, Any], Any]] = {
+    "topology": (MIXED, "one_peer_ring"),
+    "scheme": (MIXED, "atc"),
+    "consensus_start_fraction": (ADAPTIVE, 0.25),
+    "consensus_power": (ADAPTIVE, 2.0),
+    "variants": ({"models": 2}, [{"seed": 1}, {}]),
+}
+"""Settings that go with others alone: a pack, and another value in it."""
 NO_CHANGE: dict[str, dict[str, Any]] = {
     "data": {"cache": "/somewhere"},
     "training": {"max_updates": 3},
@@ -67,6 +78,7 @@ NO_CHANGE: dict[str, dict[str, Any]] = {
         "cpu_threads": 1,
         "prefetch_depth": 2,
         "deterministic": True,
+        "packed_backward": "at_once",
     },
     "evaluation_execution": {"micro_batch_size": 16, "update": "compiled"},
     "output": {
@@ -88,6 +100,10 @@ def nano(section: str, key: str, value: Any) -> Config:
     values = load("nano").model_dump(mode="json")
     values[section] |= {key: value, **COMPANIONS.get(key, {})}
     return validate(values, "test")
+
+
+def nano_pack(packing: dict[str, Any]) -> Config:
+    return validate(load("nano").model_dump(mode="json") | {"packing": packing}, "test")
 
 
 def pairs(sections: dict[str, dict[str, Any]]) -> list[tuple[str, str, Any]]:
@@ -146,7 +162,8 @@ def test_an_untuned_preset_stands_to_a_published_fit_as_the_tuned_one_does(prese
 
 
 def test_presets_are_listed_by_size() -> None:
-    assert preset_names() == ["nano", "20m", "20m-32k", "50m", "90m", "250m", "500m"]
+    packs = ["packed-20m-adaptive", "packed4-20m-atc", "packed4-20m-awc", "packed8-20m-awc"]
+    assert preset_names() == ["nano", "20m", "20m-32k", *packs, "50m", "90m", "250m", "500m"]
 
 
 @pytest.mark.parametrize("preset", preset_names())
@@ -322,7 +339,7 @@ def test_files_are_refused_by_name(path: Path, text: str, words: str) -> None:
 
 
 def test_sources_that_are_nothing() -> None:
-    assert "neither a preset (nano, 20m, 20m-32k, 50m, 90m, 250m, 500m) nor a YAML file" in refusal("30m")
+    assert f"neither a preset ({', '.join(preset_names())}) nor a YAML file" in refusal("30m")
     assert refusal("absent.yaml") == "absent.yaml: no such file"
 
 
@@ -363,6 +380,12 @@ def test_every_field_of_the_recipe_changes_its_identity(section: str, key: str, 
     assert nano(section, key, value).recipe_identity != load("nano").recipe_identity
 
 
+@pytest.mark.parametrize("key", OTHER_PACKS)
+def test_every_field_of_a_pack_changes_its_identity(key: str) -> None:
+    pack, other = OTHER_PACKS[key]
+    assert nano_pack(pack).recipe_identity != nano_pack(pack | {key: other}).recipe_identity
+
+
 @pytest.mark.parametrize(("section", "key", "value"), pairs(NO_CHANGE))
 def test_nothing_else_changes_it(section: str, key: str, value: Any) -> None:
     other = nano(section, key, value)
@@ -370,8 +393,9 @@ def test_nothing_else_changes_it(section: str, key: str, value: Any) -> None:
     assert other.recipe_identity == load("nano").recipe_identity
 
 
-def test_the_two_tables_above_cover_every_field() -> None:
+def test_the_tables_above_cover_every_field() -> None:
     known = {(section, key) for section, key, _ in pairs(OTHER_RECIPES) + pairs(NO_CHANGE)} | ONE_VALUE_ONLY
+    known |= {("packing", key) for key in OTHER_PACKS}
     fields = {
         (section, key)
         for section, field in Config.model_fields.items()

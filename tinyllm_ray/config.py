@@ -1,13 +1,14 @@
 """What is trained (the recipe) and how it is run (the execution), as validated models.
 
-A configuration has the sections model, data, optimizer, training and evaluation (together the recipe, which has an
-identity), execution and evaluation_execution (which may change speed and nothing else) and output. It is read from a
-preset, a YAML file that may name a preset to start from, and `--set dotted.key=value`.
+A configuration has the sections model, data, optimizer, training, evaluation and packing (together the recipe, which
+has an identity), execution and evaluation_execution (which may change speed and nothing else) and output. It is read
+from a preset, a YAML file that may name a preset to start from, and `--set dotted.key=value`.
 """
 
 import copy
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from importlib import resources
@@ -18,6 +19,7 @@ from pydantic import ValidationError, model_validator
 
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.sections import (
+    CUDA_GRAPH_MODES,
     DataConfig,
     EvaluationConfig,
     EvaluationExecutionConfig,
@@ -25,6 +27,8 @@ from tinyllm_ray.sections import (
     ModelConfig,
     OptimizerConfig,
     OutputConfig,
+    PackedBackward,
+    PackingConfig,
     Section,
     TrainingConfig,
 )
@@ -32,6 +36,9 @@ from tinyllm_ray.validation import explain
 from tinyllm_ray.yamlfile import dump_yaml, parse_yaml, read_mapping
 
 DEFAULT_MICRO_BATCH_SIZES = (32, 16, 8)
+
+_ONE_BY_ONE_ROWS = 32
+"""Rows of a micro-batch from which one model's matrix products fill a GPU: packing them gains nothing (20m, H200)."""
 
 
 class Config(Section):
@@ -42,6 +49,7 @@ class Config(Section):
     optimizer: OptimizerConfig
     training: TrainingConfig
     evaluation: EvaluationConfig = EvaluationConfig()
+    packing: PackingConfig = PackingConfig()
     execution: ExecutionConfig = ExecutionConfig()
     evaluation_execution: EvaluationExecutionConfig = EvaluationExecutionConfig()
     output: OutputConfig = OutputConfig()
@@ -51,32 +59,78 @@ class Config(Section):
         tokens, context = self.training.tokens_per_update, self.model.context
         if tokens % context:
             raise ValueError(f"training.tokens_per_update {tokens} must be a multiple of model.context {context}")
-        micro = self.execution.micro_batch_size
-        if micro is not None and self.rows_per_update % micro:
+        models = self.packing.models
+        if self.packing.mixed and self.rows_per_update % models:
             raise ValueError(
-                f"execution.micro_batch_size {micro} must divide the {self.rows_per_update} rows of an update "
-                f"(training.tokens_per_update {tokens} / model.context {context})"
+                f"packing.models {models} must divide the {self.rows_per_update} rows of an update "
+                f"(training.tokens_per_update {tokens} / model.context {context}), which they share"
+            )
+        micro = self.execution.micro_batch_size
+        if micro is not None and self.rows_per_model % micro:
+            shared = f" / packing.models {models}" if self.packing.mixed else ""
+            raise ValueError(
+                f"execution.micro_batch_size {micro} must divide the {self.rows_per_model} rows of {self.what_has_rows}"
+                f" (training.tokens_per_update {tokens} / model.context {context}{shared})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_packed_execution(self) -> Self:
+        mode = self.execution.compile_mode
+        if self.packing.models > 1 and mode in CUDA_GRAPH_MODES:
+            raise ValueError(
+                f"execution.compile_mode {mode} replays CUDA graphs, which packed models do not; take default or "
+                "max-autotune-no-cudagraphs"
             )
         return self
 
     @property
     def rows_per_update(self) -> int:
+        """Rows that an update takes from an order of them: mixed models share one, others have one each."""
         return self.training.tokens_per_update // self.model.context
 
     @property
+    def rows_per_model(self) -> int:
+        """Rows of an update that a model trains on."""
+        return self.rows_per_update // self.packing.models if self.packing.mixed else self.rows_per_update
+
+    @property
+    def batch_rows(self) -> int:
+        """Rows of an update, all models'."""
+        return self.rows_per_model * self.packing.models
+
+    @property
+    def targets_per_update(self) -> int:
+        """Targets of an update, all models'."""
+        return self.batch_rows * self.model.context
+
+    @property
+    def what_has_rows(self) -> str:
+        """What micro-batches divide, for people."""
+        return "an update" if self.packing.models == 1 else "a model in an update"
+
+    @property
     def micro_batch_size(self) -> int:
-        """Rows a forward and backward pass, the default settled."""
+        """Rows of a model in a forward and backward pass, the default settled."""
         chosen = self.execution.micro_batch_size
-        return chosen or default_micro_batch_size(self.rows_per_update)
+        return chosen or default_micro_batch_size(self.rows_per_model)
 
     @property
     def accumulation(self) -> int:
         """Micro-batches an update."""
-        return self.rows_per_update // self.micro_batch_size
+        return self.rows_per_model // self.micro_batch_size
+
+    @property
+    def packed_backward(self) -> PackedBackward:
+        """How packed models pass backward, the default settled."""
+        return self.execution.packed_backward or default_packed_backward(self.micro_batch_size)
 
     @property
     def token_budget(self) -> Fraction:
-        """Targets of the whole recipe; exact, since updates are rounded from it."""
+        """Targets of the whole recipe; exact, since updates are rounded from it. Of each model where none are mixed.
+
+        It goes by one model's parameters: what mixed models make together is one model.
+        """
         training = self.training
         if training.token_budget is not None:
             return Fraction(training.token_budget)
@@ -84,8 +138,12 @@ class Config(Section):
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """What is learned, as plain values: neither where the cache lies nor where a run is cut belongs to it."""
-        recipe = self.model_dump(mode="json", include={"model", "data", "optimizer", "training", "evaluation"})
+        """What is learned, as plain values: neither where the cache lies nor where a run is cut belongs to it.
+
+        One model's recipe is the same whether or not there are packs.
+        """
+        sections = {"model", "data", "optimizer", "training", "evaluation"}
+        recipe = self.model_dump(mode="json", include=sections | ({"packing"} if self.packing.models > 1 else set()))
         del recipe["data"]["cache"], recipe["training"]["max_updates"]
         return recipe
 
@@ -109,6 +167,11 @@ def default_micro_batch_size(rows: int) -> int:
     return next((size for size in DEFAULT_MICRO_BATCH_SIZES if rows % size == 0), rows)
 
 
+def default_packed_backward(micro_batch_size: int) -> PackedBackward:
+    """One by one where a micro-batch of one model is large enough to fill a device, else all models at once."""
+    return "one_by_one" if micro_batch_size >= _ONE_BY_ONE_ROWS else "at_once"
+
+
 def decimal(number: float) -> Fraction:
     """The number that was written: 0.1 is a tenth, not the double beside it."""
     return Fraction(str(number))
@@ -123,7 +186,7 @@ def preset_names() -> list[str]:
     """Names of the presets that ship with the package, smallest model first."""
     folder = resources.files("tinyllm_ray.model") / "presets"
     names = [entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml")]
-    return sorted(names, key=lambda name: (name != "nano", int("".join(filter(str.isdigit, name[:4])) or 0), name))
+    return sorted(names, key=lambda name: ([int(size) for size in re.findall(r"(\d+)m", name)], name))
 
 
 def load(source: str | Path, overrides: Iterable[str] = ()) -> Config:

@@ -18,9 +18,22 @@ Fraction01 = Annotated[Number, Field(ge=0, le=1)]
 
 Seed = Annotated[Integer, Field(ge=-(2**63), lt=2**63)]
 
+_OFF = BeforeValidator(lambda value: None if value == "off" else value)
+
+Rate = Annotated[Number, Field(gt=0, le=1e38)]
+"""A learning rate, kept in float32 on the device, which ends at 3.4e38."""
+Betas = tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]]
+Decay = Annotated[Number, Field(ge=0)]
+
 Update = Literal["eager", "compiled"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 SdpaBackend = Literal["auto", "flash", "cudnn", "efficient", "math"]
+PackedBackward = Literal["at_once", "one_by_one"]
+Topology = Literal["complete", "one_peer_ring", "one_peer_exponential"]
+Scheme = Literal["awc", "atc"]
+
+CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
+"""The compile modes that replay CUDA graphs."""
 
 CPU_SDPA_BACKENDS = ("auto", "flash", "math")
 """PyTorch has no CPU kernels for the cuDNN and memory-efficient backends and raises when only those are allowed."""
@@ -73,15 +86,12 @@ class DataConfig(Section):
 class OptimizerConfig(Section):
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101)."""
 
-    peak_learning_rate: Number = Field(gt=0, le=1e38)
-    """Kept in float32 on the device, which ends at 3.4e38."""
-    betas: tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]]
+    peak_learning_rate: Rate
+    betas: Betas
     eps: Number = Field(default=1e-8, gt=0)
-    weight_decay: Number = Field(default=0.1, ge=0)
+    weight_decay: Decay = 0.1
     """For matrices; norm scales have none."""
-    gradient_clip: Annotated[
-        Annotated[Number, Field(gt=0)] | None, BeforeValidator(lambda value: None if value == "off" else value)
-    ] = 1.0
+    gradient_clip: Annotated[Annotated[Number, Field(gt=0)] | None, _OFF] = 1.0
     """Largest global gradient norm; `off` for none."""
 
 
@@ -132,11 +142,78 @@ class EvaluationConfig(Section):
     subset_seed: Seed = 12345
 
 
+class VariantConfig(Section):
+    """What one model of an unmixed pack has of its own; null is the recipe's."""
+
+    seed: Seed | None = None
+    """Of its weights and of its order of the tokens."""
+    peak_learning_rate: Rate | None = None
+    betas: Betas | None = None
+    weight_decay: Decay | None = None
+
+
+class PackingConfig(Section):
+    """Models of one shape that train side by side in one process.
+
+    With a topology they are one decentralised training: all start from the same weights, each takes every Nth row of
+    one order, and training.tokens_per_update counts the rows of all. Without one they are N trainings apart, each as
+    it would be alone, and training.tokens_per_update is each one's.
+    """
+
+    models: Integer = Field(default=1, gt=0)
+    topology: Topology | None = None
+    """Who averages weights with whom; null is nobody."""
+    scheme: Scheme | None = None
+    """Whether weights are averaged before the optimizer's step (awc) or after it (atc)."""
+    consensus_start_fraction: Annotated[Fraction01 | None, _OFF] = None
+    """Part of the updates after which averaging weakens with the learning rate; `off` never weakens it."""
+    consensus_power: Annotated[Annotated[Number, Field(gt=0)] | None, _OFF] = None
+    """Averaging weakens with the learning rate's share of its largest from then on, to this power."""
+    variants: tuple[VariantConfig, ...] | None = None
+    """What each model has of its own, where none are mixed."""
+
+    @property
+    def mixed(self) -> bool:
+        return self.topology is not None
+
+    @property
+    def each(self) -> tuple[VariantConfig, ...]:
+        """Each model's own settings, [N], the default settled."""
+        return self.variants or (VariantConfig(),) * self.models
+
+    @model_validator(mode="after")
+    def _check_pack(self) -> Self:
+        asked = [key for key in type(self).model_fields if key != "models" and getattr(self, key) is not None]
+        if self.models == 1 and asked:
+            raise ValueError(f"models 1 has no use for {', '.join(asked)}; set models to 2 or more, or leave that out")
+        if self.topology is not None and self.scheme is None:
+            raise ValueError(f"topology {self.topology} needs a scheme; take one of {', '.join(get_args(Scheme))}")
+        if self.scheme is not None and self.topology is None:
+            raise ValueError(f"scheme {self.scheme} needs a topology; take one of {', '.join(get_args(Topology))}")
+        if self.variants is not None and self.mixed:
+            raise ValueError(f"topology {self.topology} mixes models of one recipe; leave out variants, or topology")
+        if self.variants is not None and len(self.variants) != self.models:
+            raise ValueError(
+                f"variants has {len(self.variants)} entries, models is {self.models}; give one for each model, "
+                "{} for one with the recipe's own settings"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_consensus(self) -> Self:
+        start, power = self.consensus_start_fraction, self.consensus_power
+        if (start is None) != (power is None):
+            raise ValueError("consensus_start_fraction and consensus_power go together; set both, or neither")
+        if start is not None and not self.mixed:
+            raise ValueError("consensus_start_fraction needs models that are mixed; set topology and scheme as well")
+        return self
+
+
 class ExecutionConfig(Section):
     """How an update runs on the machine; none of it changes what is learned."""
 
     micro_batch_size: Integer | None = Field(default=None, gt=0)
-    """Rows a forward and backward pass; null is the largest of 8, 16 and 32 that divides the update."""
+    """Rows of a model in a forward and backward pass; null is the largest of 8, 16, 32 that divides its update."""
     update: Update = "eager"
     compile_mode: CompileMode | None = None
     """torch.compile's mode where update is compiled (null is default), meaningless elsewhere."""
@@ -147,6 +224,11 @@ class ExecutionConfig(Section):
     """Ranges of the token cache read ahead."""
     deterministic: StrictBool = False
     """Whether equal runs on one machine have to give equal bits; slower, and refused with what cannot promise it."""
+    packed_backward: PackedBackward | None = None
+    """Whether packed models pass backward at once or one by one; null is one by one from micro-batches of 32 rows on.
+
+    Meaningless where there is one model.
+    """
     data_parallel: Annotated[Literal[1], BeforeValidator(_refuse_bool)] = 1
 
     @model_validator(mode="after")

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -29,7 +29,8 @@ def explain(error: ValidationError, model: type[BaseModel], source: str) -> str:
 
 def _suggest(path: list[str], model: type[BaseModel]) -> str:
     known = list(_key_paths(model))
-    section, name = tuple(path[:-1]), path[-1].replace("-", "_")
+    section = tuple(part for part in path[:-1] if not part.isdigit())  # an entry of a list is not part of a key
+    name = path[-1].replace("-", "_")
     siblings = [place[-1] for place in known if place[:-1] == section]
     nearest = (
         [place for place in known if place[-1] == name]
@@ -50,6 +51,13 @@ def _close(name: str, keys: list[str]) -> list[str]:
 def _key_paths(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     for name, field in model.model_fields.items():
         yield (*prefix, name)
-        annotation: Any = field.annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            yield from _key_paths(annotation, (*prefix, name))
+        for inner in _models_in(field.annotation):
+            yield from _key_paths(inner, (*prefix, name))
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The model that a key holds, by itself, in a list or in place of null."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models_in(inner)

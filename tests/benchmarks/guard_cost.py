@@ -10,7 +10,6 @@ second of every window and the ratio of the medians.
 import argparse
 import json
 import time
-from contextlib import nullcontext
 from statistics import median
 
 import torch
@@ -20,18 +19,19 @@ from tinyllm_ray.data.cache import open_cache
 from tinyllm_ray.data.prepare import default_cache
 from tinyllm_ray.measure.environment import devices
 from tinyllm_ray.train.trainer import Trainer
-from tinyllm_ray.train.update import Update
+from tinyllm_ray.train.update import Update, build_loss
 from tinyllm_ray.yamlfile import parse_yaml
 
 
 class Unguarded(Update):
-    """An update that goes on whatever its numbers are."""
+    """An update that goes on whatever its numbers are, and however often it is traced."""
+
+    def __init__(self, model, optimizer, config):
+        super().__init__(model, optimizer, config)
+        self._loss = build_loss(model, config, model.embedding.weight.device)
 
     def _guard(self, total, norm):
         pass
-
-    def _no_retracing(self):
-        return nullcontext()
 
 
 class UnguardedTrainer(Trainer):
@@ -39,7 +39,7 @@ class UnguardedTrainer(Trainer):
 
     def _start(self, *arguments):
         super()._start(*arguments)
-        self._update = Unguarded(self.model, self.optimizer, self.config)
+        self._trainee._update = Unguarded(self.model, self.optimizer, self.config)
         del self.optimizer.found_inf
 
 

@@ -32,6 +32,7 @@ def test_execution_on_a_gpu() -> None:
         "cpu_threads": 8,
         "prefetch_depth": 1,
         "deterministic": False,
+        "packed_backward": None,
         "data_parallel": 1,
     }
     assert (fit.parameters, fit.targets_per_update) == (20_403_520, 32_768)

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tinyllm_ray.sections import OptimizerConfig
-from tinyllm_ray.train.mixing import Scheme
+from tinyllm_ray.sections import OptimizerConfig, Scheme
 from tinyllm_ray.train.optimizer import set_learning_rate
 from tinyllm_ray.train.packed_optimizer import Mixing, PackedAdamW, build_packed_optimizer, clip_gradients_per_model
 

@@ -11,7 +11,8 @@ from torch._dynamo.utils import counters
 from tinyllm_ray.config import Config
 from tinyllm_ray.model.llama import Llama, initialize
 from tinyllm_ray.model.packed import PackedLlama, initialize_packed
-from tinyllm_ray.train.mixing import Scheme, mixing_matrix
+from tinyllm_ray.sections import Scheme
+from tinyllm_ray.train.mixing import mixing_matrix
 from tinyllm_ray.train.optimizer import build_optimizer, clip_gradients, set_learning_rate
 from tinyllm_ray.train.packed_backward import AtOnce, Backward, OneByOne
 from tinyllm_ray.train.packed_optimizer import PackedAdamW, build_packed_optimizer

@@ -7,7 +7,7 @@ import torch
 
 from tinyllm_ray.data.cache import token_dtype
 from tinyllm_ray.data.gather import GatherAhead
-from tinyllm_ray.data.loader import RowLoader
+from tinyllm_ray.data.loader import Loader
 
 _PINNED_BUFFERS = 4
 """One under copy, one copied and in use, two gathered ahead: 1 MiB at 128 rows of 1,024."""
@@ -49,7 +49,7 @@ class HostFeed:
     """A loader's batches in host memory, each gathered when it is asked for: with no device to hide it behind, a
     thread would only take cores from the update. The feed closes the loader."""
 
-    def __init__(self, loader: RowLoader, rows: int) -> None:
+    def __init__(self, loader: Loader, rows: int) -> None:
         loader.check_batch(rows)
         self._loader, self._rows = loader, rows
 
@@ -77,7 +77,7 @@ class CudaFeed:
     batch's copy alone. The feed closes the loader.
     """
 
-    def __init__(self, loader: RowLoader, rows: int, device: torch.device) -> None:
+    def __init__(self, loader: Loader, rows: int, device: torch.device) -> None:
         loader.check_batch(rows)
         self.position = loader.position
         self._device = device
@@ -138,7 +138,7 @@ class CudaFeed:
             return error
 
 
-def device_feed(loader: RowLoader, rows: int, device: torch.device) -> HostFeed | CudaFeed:
+def device_feed(loader: Loader, rows: int, device: torch.device) -> HostFeed | CudaFeed:
     """The feed of a loader's batches on `device`. Raises ConfigError where a batch is larger than a pass."""
     return CudaFeed(loader, rows, device) if device.type == "cuda" else HostFeed(loader, rows)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tinyllm_ray.data.cache import Tokens
-from tinyllm_ray.data.loader import RowLoader
+from tinyllm_ray.data.loader import Loader
 
 
 class Gathered(NamedTuple):
@@ -27,7 +27,7 @@ class GatherAhead:
     at the turn of the batch concerned, again and again. The loader is the thread's alone from here on.
     """
 
-    def __init__(self, loader: RowLoader, buffers: Sequence[Tokens]) -> None:
+    def __init__(self, loader: Loader, buffers: Sequence[Tokens]) -> None:
         self.wait_seconds = 0.0
         """Time that `next` spent waiting for a batch."""
         self._failure: BaseException | None = None
@@ -70,7 +70,7 @@ class GatherAhead:
 
 
 def _run(
-    loader: RowLoader,
+    loader: Loader,
     buffers: Sequence[Tokens],
     free: "queue.SimpleQueue[int]",
     ready: "queue.SimpleQueue[Gathered | BaseException]",
@@ -91,7 +91,7 @@ def _closed() -> ValueError:
     return ValueError("the feed is closed")
 
 
-def _close(stop: threading.Event, free: "queue.SimpleQueue[int]", loader: RowLoader) -> None:
+def _close(stop: threading.Event, free: "queue.SimpleQueue[int]", loader: Loader) -> None:
     stop.set()
     free.put(-1)
     loader.close()

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from typing import Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -13,6 +13,39 @@ from tinyllm_ray.data.rows import count_rows, row_ranges, subset_rows, visits
 from tinyllm_ray.errors import ConfigError
 
 log = logging.getLogger(__name__)
+
+
+class Loader(Protocol):
+    """What makes the batches of a feed."""
+
+    context: int
+    dtype: np.dtype[Any]
+
+    @property
+    def position(self) -> int:
+        """Rows dealt out of an order of them."""
+        ...
+
+    @property
+    def wait_seconds(self) -> float:
+        """Time spent waiting for a range to be read."""
+        ...
+
+    def next(self, rows: int) -> Tokens:
+        """The next batch, [rows, context + 1]."""
+        ...
+
+    def next_into(self, out: Tokens) -> None:
+        """As `next`, into an array that is there."""
+        ...
+
+    def check_batch(self, rows: int) -> None:
+        """Raises ConfigError where a batch is larger than a pass."""
+        ...
+
+    def close(self) -> None:
+        """Stop reading; returns at once."""
+        ...
 
 
 class RowLoader:

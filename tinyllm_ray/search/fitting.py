@@ -5,16 +5,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tinyllm_ray.config import Config, default_micro_batch_size, identity
+from tinyllm_ray.config import Config, default_micro_batch_size, default_packed_backward, identity
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.records import Protocol
 from tinyllm_ray.search.space import Space
-from tinyllm_ray.sections import CPU_SDPA_BACKENDS, ExecutionConfig
+from tinyllm_ray.sections import CPU_SDPA_BACKENDS, CUDA_GRAPH_MODES, ExecutionConfig
 
 DeviceKind = Literal["cuda", "cpu"]
 
 MOST_DEFAULT_THREADS_BESIDE_GPU = 8
 """A GPU's host process launches kernels from one thread; more than eight operator threads were never seen to help."""
+
+_NO_GRAPHS = "packed models replay no CUDA graphs"
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class FittedSpace:
         if execution["compile_mode"] is None and modes and "default" not in modes:
             # An eager baseline has no mode to pass on; one outside the space's list would not be the user's wish.
             execution["compile_mode"] = modes[0]
-        return ExecutionConfig.model_validate(execution).model_dump(mode="json")
+        return _settled(execution)
 
     def executions(self) -> Iterator[dict[str, Any]]:
         """Every execution of the space once, the baseline first."""
@@ -72,7 +74,7 @@ def fit_space(space: Space, config: Config, device_kind: DeviceKind, cores: int)
     factors = {}
     for key, values in space.factors.items():
         settled = _collapse(key, [_settle_null(key, value, baseline, config) for value in values], notes)
-        misfits, why = _misfits(key, settled, config.rows_per_update, device_kind, cores)
+        misfits, why = _misfits(key, settled, config, device_kind, cores)
         if misfits:
             notes.append(f"{key}: {', '.join(map(str, misfits))} dropped: {why}")
         if fitting := tuple(value for value in settled if value not in misfits):
@@ -81,7 +83,7 @@ def fit_space(space: Space, config: Config, device_kind: DeviceKind, cores: int)
             # The recipe's doing and not the machine's: going on without the factor would hide the mistake.
             raise ConfigError(
                 f"space {space.name}: factors.micro_batch_size: none of {', '.join(map(str, settled))} divides the "
-                f"{config.rows_per_update} rows of an update; write some of {_divisors(config.rows_per_update)}"
+                f"{_rows_of(config)}; write some of {_divisors(config.rows_per_model)}"
             )
     if not factors:
         raise ConfigError(f"space {space.name}: empty space: this machine can run none of it ({'; '.join(notes)})")
@@ -94,7 +96,7 @@ def fit_space(space: Space, config: Config, device_kind: DeviceKind, cores: int)
         when=space.when,
         protocol=space.protocol,
         parameters=config.model.parameters,
-        targets_per_update=config.training.tokens_per_update,
+        targets_per_update=config.targets_per_update,
         notes=tuple(notes),
     )
 
@@ -103,13 +105,13 @@ def _fit_baseline(
     space: Space, config: Config, device_kind: DeviceKind, cores: int, notes: list[str]
 ) -> dict[str, Any]:
     baseline = space.baseline.model_dump(mode="json")
-    rows = config.rows_per_update
+    rows = config.rows_per_model
     if baseline["micro_batch_size"] is None:
         baseline["micro_batch_size"] = default_micro_batch_size(rows)
     elif rows % baseline["micro_batch_size"]:
         raise ConfigError(
-            f"space {space.name}: baseline.micro_batch_size: {baseline['micro_batch_size']} does not divide the {rows} "
-            f"rows of an update; write one of {_divisors(rows)}, or null"
+            f"space {space.name}: baseline.micro_batch_size: {baseline['micro_batch_size']} does not divide the "
+            f"{_rows_of(config)}; write one of {_divisors(rows)}, or null"
         )
     if baseline["cpu_threads"] is None:
         baseline["cpu_threads"] = min(cores, MOST_DEFAULT_THREADS_BESIDE_GPU) if device_kind == "cuda" else cores
@@ -123,7 +125,18 @@ def _fit_baseline(
         if baseline["sdpa_backend"] not in CPU_SDPA_BACKENDS:
             notes.append(f"baseline: SDPA backend auto instead of {baseline['sdpa_backend']}: that one needs a GPU")
             baseline["sdpa_backend"] = "auto"
-    return ExecutionConfig.model_validate(baseline).model_dump(mode="json")
+    if config.packing.models > 1 and baseline["compile_mode"] in CUDA_GRAPH_MODES:
+        notes.append(f"baseline: compile mode default instead of {baseline['compile_mode']}: {_NO_GRAPHS}")
+        baseline["compile_mode"] = "default"
+    return _settled(baseline)
+
+
+def _settled(execution: Mapping[str, Any]) -> dict[str, Any]:
+    """A whole execution as ExecutionConfig has it, `packed_backward` null where that is what it comes to anyway."""
+    settled = ExecutionConfig.model_validate(execution).model_dump(mode="json")
+    if settled["packed_backward"] == default_packed_backward(settled["micro_batch_size"]):
+        settled["packed_backward"] = None
+    return settled
 
 
 def _settle_null(key: str, value: Any, baseline: Mapping[str, Any], config: Config) -> Any:
@@ -131,9 +144,10 @@ def _settle_null(key: str, value: Any, baseline: Mapping[str, Any], config: Conf
     if value is not None:
         return value
     defaults = {
-        "micro_batch_size": default_micro_batch_size(config.rows_per_update),
+        "micro_batch_size": default_micro_batch_size(config.rows_per_model),
         "cpu_threads": baseline["cpu_threads"],
         "compile_mode": "default",
+        "packed_backward": None,
     }
     return defaults[key]
 
@@ -146,17 +160,26 @@ def _collapse(key: str, values: list[Any], notes: list[str]) -> list[Any]:
     return unique
 
 
-def _misfits(key: str, values: list[Any], rows: int, device_kind: DeviceKind, cores: int) -> tuple[list[Any], str]:
+def _misfits(key: str, values: list[Any], config: Config, device_kind: DeviceKind, cores: int) -> tuple[list[Any], str]:
     """The values that cannot run, and why."""
+    packed = config.packing.models > 1
     if key == "micro_batch_size":
-        misfits = [value for value in values if rows % value]
-        return misfits, f"{'they do' if len(misfits) > 1 else 'it does'} not divide the {rows} rows of an update"
+        misfits = [value for value in values if config.rows_per_model % value]
+        return misfits, f"{'they do' if len(misfits) > 1 else 'it does'} not divide the {_rows_of(config)}"
+    if key == "compile_mode" and packed:
+        return [value for value in values if value in CUDA_GRAPH_MODES], _NO_GRAPHS
+    if key == "packed_backward" and not packed:
+        return values, "the recipe has one model"
     if key == "cpu_threads":
         return [value for value in values if value > cores], _cores_available(cores)
     if key == "sdpa_backend" and device_kind == "cpu":
         misfits = [value for value in values if value not in CPU_SDPA_BACKENDS]
         return misfits, f"{'they need' if len(misfits) > 1 else 'it needs'} a GPU"
     return [], ""
+
+
+def _rows_of(config: Config) -> str:
+    return f"{config.rows_per_model} rows of {config.what_has_rows}"
 
 
 def _cores_available(cores: int) -> str:

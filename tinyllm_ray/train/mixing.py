@@ -11,16 +11,14 @@ The scheme says where the update mixes; gradients are always those of the local 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 import torch
 
 from tinyllm_ray.config import decimal
 from tinyllm_ray.errors import ConfigError
-
-Topology = Literal["complete", "one_peer_ring", "one_peer_exponential"]
-Scheme = Literal["awc", "atc"]
+from tinyllm_ray.sections import Topology
 
 
 def mixing_matrix(topology: str, workers: int, update: int) -> np.ndarray:

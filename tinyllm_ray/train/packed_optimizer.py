@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from tinyllm_ray.sections import OptimizerConfig
-from tinyllm_ray.train.mixing import Scheme, mix
+from tinyllm_ray.sections import OptimizerConfig, Scheme
+from tinyllm_ray.train.mixing import mix
 
 Setting = float | Sequence[float]
 """One value for all models, or one for each."""
@@ -145,9 +145,17 @@ def _fused_update(
     fused_update(weight, weight.grad, state["exp_avg"], state["exp_avg_sq"], scales, scheme, matrix)
 
 
-def build_packed_optimizer(weights: Iterable[nn.Parameter], config: OptimizerConfig) -> PackedAdamW:
-    """AdamW as the recipe sets it, the same for every model."""
-    return PackedAdamW(weights, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
+def build_packed_optimizer(weights: Iterable[nn.Parameter], *configs: OptimizerConfig) -> PackedAdamW:
+    """AdamW as the recipe sets it: one setting for every model, or one for each."""
+    first = configs[0]
+    if len(configs) == 1:
+        return PackedAdamW(weights, betas=first.betas, eps=first.eps, weight_decay=first.weight_decay)
+    return PackedAdamW(
+        weights,
+        betas=([config.betas[0] for config in configs], [config.betas[1] for config in configs]),
+        eps=[config.eps for config in configs],
+        weight_decay=[config.weight_decay for config in configs],
+    )
 
 
 def gradient_norms(weights: Iterable[nn.Parameter]) -> torch.Tensor:

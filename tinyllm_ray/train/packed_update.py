@@ -4,7 +4,7 @@ import torch
 
 from tinyllm_ray.model.attention import sdpa_backend
 from tinyllm_ray.model.packed import PackedLlama, deal
-from tinyllm_ray.train.mixing import Scheme
+from tinyllm_ray.sections import Scheme
 from tinyllm_ray.train.packed_backward import Backward
 from tinyllm_ray.train.packed_optimizer import Mixing, PackedAdamW, clip_scales, gradient_norms
 from tinyllm_ray.train.update import Statistics

@@ -91,6 +91,24 @@ def check_vocabulary(config: Config, cache: TokenCache) -> None:
         )
 
 
+def solo_config(config: Config, worker: int) -> Config:
+    """The configuration of the training alone that model `worker` of an unmixed pack equals.
+
+    Raises ValueError where models are mixed, since no training alone equals theirs, and where there is no such model.
+    """
+    packing = config.packing
+    if packing.mixed:
+        raise ValueError(f"{packing.models} mixed models are one training; none of them equals a training alone")
+    if not 0 <= worker < packing.models:
+        raise ValueError(f"there is no model {worker} in a pack of {packing.models}")
+    own = packing.each[worker].model_dump(mode="json", exclude_none=True)
+    values = config.model_dump(mode="json", exclude={"packing"})
+    values["training"]["seed"] = own.pop("seed", config.training.seed)
+    values["optimizer"] |= own
+    values["execution"]["packed_backward"] = None
+    return Config.model_validate(values)
+
+
 def describe_passes(config: Config, cache: TokenCache) -> str | None:
     """A line for people where the run needs more tokens than the cache has; None where it does not."""
     targets, tokens = run_updates(config) * config.training.tokens_per_update, cache.tokens("train")

@@ -11,7 +11,8 @@ from tinyllm_ray.clock import Clock
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.data.feed import Feed, SyntheticFeed, device_feed, widen
-from tinyllm_ray.data.loader import RowLoader
+from tinyllm_ray.data.interleave import InterleavedLoader
+from tinyllm_ray.data.loader import Loader, RowLoader
 from tinyllm_ray.data.served_ranges import open_ranges
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.measure.environment import usable_cores
@@ -20,6 +21,7 @@ from tinyllm_ray.sections import CPU_SDPA_BACKENDS
 from tinyllm_ray.train.determinism import determinism
 from tinyllm_ray.train.host_memory import keep_freed_memory
 from tinyllm_ray.train.optimizer import build_optimizer
+from tinyllm_ray.train.pack import Pack, model_seeds
 from tinyllm_ray.train.recipe import check_fits, learning_rate
 from tinyllm_ray.train.update import Statistics, Update
 
@@ -29,7 +31,7 @@ _MOST_THREADS_BESIDE_A_GPU = 8
 
 
 class Trainer:
-    """One model in training; satisfies `measure.windows.Measured`.
+    """A recipe's model in training, or its pack of models; satisfies `measure.windows.Measured`.
 
     It goes on after `updates` updates, whose rows it leaves out; weights and optimizer state are the caller's to put
     back. `cache` None trains on one synthetic batch that stays on the device. `range_server` is the address of the
@@ -69,9 +71,8 @@ class Trainer:
         self.synchronize()
         self.stage_seconds["runtime"] = clock() - begin
         begin = clock()
-        self.model: Llama = initialize(config.model, config.training.seed).to(self.device)
-        self.optimizer = build_optimizer(self.model, config.optimizer, self.device)
-        self._update = Update(self.model, self.optimizer, config)
+        self._trainee = Pack(config, self.device) if config.packing.models > 1 else Solo(config, self.device)
+        self.model, self.optimizer = self._trainee.model, self._trainee.optimizer
         self.stage_seconds["model_and_optimizer"] = clock() - begin
         begin = clock()
         self.feed = _build_feed(config, cache, self.device, range_server, self.updates)
@@ -88,27 +89,53 @@ class Trainer:
 
     @property
     def targets_per_update(self) -> int:
-        return self.config.training.tokens_per_update
+        """Of all models."""
+        return self.config.targets_per_update
 
     @property
     def data_wait_seconds(self) -> float:
         return self.feed.wait_seconds
 
     def step(self) -> Statistics:
-        """Queue one update; nothing is read from the device."""
-        batch = widen(self.feed.next())
-        self._last = self._update(batch, learning_rate(self.config, self.updates))
+        """Queue one update; nothing is read from the device. Statistics of a pack are [N]."""
+        self._last = self._trainee.step(widen(self.feed.next()), self.updates)
         self.updates += 1
         return self._last
+
+    def evaluation_models(self) -> list[Llama]:
+        """What is evaluated, as the last update left it: the model; of a mixed pack its average; else its N models.
+
+        The same objects every time, so that what is compiled of them stays so; an average is brought up to date by
+        this call alone.
+        """
+        return self._trainee.evaluation_models()
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def read(self) -> tuple[float, float]:
+        """Loss and gradient norm of the last update; of a pack the means over its models that are still finite."""
         if self._last is None:
             return math.nan, math.nan
-        return float(self._last.loss), float(self._last.grad_norm)
+        return _mean_of_finite(self._last.loss), _mean_of_finite(self._last.grad_norm)
+
+
+class Solo:
+    """One model as the trainer steps it."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self._config = config
+        self.model = initialize(config.model, config.training.seed).to(device)
+        self.optimizer = build_optimizer(self.model, config.optimizer, device)
+        self._update = Update(self.model, self.optimizer, config)
+
+    def step(self, batch: torch.Tensor, update: int) -> Statistics:
+        """Update `update` (0-based) on int64 rows [R, context + 1]."""
+        return self._update(batch, learning_rate(self._config, update))
+
+    def evaluation_models(self) -> list[Llama]:
+        return [self.model]
 
 
 def choose_device(config: Config) -> torch.device:
@@ -134,16 +161,29 @@ def settle_threads(config: Config, device: torch.device) -> int:
 def _build_feed(
     config: Config, cache: TokenCache | None, device: torch.device, range_server: str | None, updates: int
 ) -> Feed:
-    rows, context = config.rows_per_update, config.model.context
+    rows, context = config.batch_rows, config.model.context
     if cache is None:
         return SyntheticFeed(rows, context, config.model.vocab_size, device, seed=config.training.seed)
-    loader = RowLoader(
-        cache,
-        context=context,
-        seed=config.training.seed,
-        shards_per_range=config.data.shards_per_range,
-        read_ahead=config.execution.prefetch_depth,
-        start_row=updates * rows,
-        ranges=open_ranges(cache, range_server),
+
+    def open_loader(seed: int) -> RowLoader:
+        return RowLoader(
+            cache,
+            context=context,
+            seed=seed,
+            shards_per_range=config.data.shards_per_range,
+            read_ahead=config.execution.prefetch_depth,
+            start_row=updates * config.rows_per_update,
+            ranges=open_ranges(cache, range_server),
+        )
+
+    # Mixed models share one order, out of whose every N rows each takes its own.
+    one_order = config.packing.mixed or config.packing.models == 1
+    loader: Loader = (
+        open_loader(config.training.seed) if one_order else InterleavedLoader(model_seeds(config), open_loader)
     )
     return device_feed(loader, rows, device)
+
+
+def _mean_of_finite(values: torch.Tensor) -> float:
+    """A scalar as it is; of [N] the mean of the finite ones, nan where there is none."""
+    return float(values) if values.ndim == 0 else float(values[values.isfinite()].mean())

@@ -13,18 +13,18 @@ import torch
 from tinyllm_ray.config import Config, identity
 from tinyllm_ray.model.attention import sdpa_backend
 from tinyllm_ray.model.llama import Llama
+from tinyllm_ray.model.packed import PackedLlama
+from tinyllm_ray.sections import CUDA_GRAPH_MODES
 from tinyllm_ray.train.optimizer import clip_gradients, set_learning_rate, skip_steps_where
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-_CUDA_GRAPH_MODES = {"reduce-overhead", "max-autotune"}
 
 
 class Statistics(NamedTuple):
     """What an update says about itself, as device tensors: reading one waits for the device.
 
-    Where loss or norm is not finite the update changed nothing, and neither did any update after it, whose loss is nan
-    whatever their rows.
+    Scalars of one model, [N] of packed ones. Where loss or norm is not finite the update changed nothing, and neither
+    did any update after it, whose loss is nan whatever their rows.
     """
 
     loss: torch.Tensor
@@ -49,8 +49,7 @@ class Update:
         self._optimizer = optimizer
         self._config = config
         self._device = model.embedding.weight.device
-        self._loss = build_loss(model, config, self._device)
-        self._traced = False
+        self._loss = traced_once(build_loss(model, config, self._device), config)
         self._fault = torch.zeros((), device=self._device)
         """0, and nan from the first fault on."""
         self.stopped = torch.zeros((), device=self._device)
@@ -58,27 +57,21 @@ class Update:
         skip_steps_where(optimizer, self.stopped)
         # The compile modes that replay CUDA graphs write gradients into memory of their own, which the next replay
         # overwrites: accumulating needs gradients that stay where they are.
-        self._keep_gradients = self._device.type == "cuda" and config.execution.compile_mode in _CUDA_GRAPH_MODES
+        self._keep_gradients = self._device.type == "cuda" and config.execution.compile_mode in CUDA_GRAPH_MODES
         if self._keep_gradients:
             for weight in model.parameters():
                 weight.grad = torch.zeros_like(weight)
 
     def __call__(self, batch: torch.Tensor, learning_rate: float) -> Statistics:
         config = self._config
-        if batch.shape != (config.rows_per_update, config.model.context + 1):
-            raise ValueError(
-                f"a batch of shape {tuple(batch.shape)} is no update of {config.rows_per_update} rows of "
-                f"{config.model.context} + 1 tokens"
-            )
+        check_batch(batch, config)
         set_learning_rate(self._optimizer, learning_rate)
         total = self._fault
         with sdpa_backend(config.execution.sdpa_backend):
             for rows in torch.split(batch, config.micro_batch_size):
                 if self._keep_gradients:
                     torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-                with self._no_retracing():
-                    loss = self._loss(rows[:, :-1], rows[:, 1:]) / config.accumulation
-                self._traced = True
+                loss = self._loss(rows[:, :-1], rows[:, 1:]) / config.accumulation
                 torch.autograd.backward(loss)
                 total = total + loss.detach()  # not in place: a float64 model's loss stays float64
         norm = clip_gradients(self._model.parameters(), config.optimizer.gradient_clip)
@@ -95,14 +88,17 @@ class Update:
         self._fault = total * 0 * norm
         torch.ne(self._fault, 0, out=self.stopped)
 
-    def _no_retracing(self) -> AbstractContextManager[None]:
-        if self._traced and self._config.execution.update == "compiled":
-            stance: AbstractContextManager[None] = torch.compiler.set_stance("fail_on_recompile")
-            return stance
-        return nullcontext()
+
+def check_batch(batch: torch.Tensor, config: Config) -> None:
+    """Raises ValueError where `batch` is not all rows of an update, all models'."""
+    if batch.shape != (config.batch_rows, config.model.context + 1):
+        raise ValueError(
+            f"a batch of shape {tuple(batch.shape)} is no update of {config.batch_rows} rows of "
+            f"{config.model.context} + 1 tokens"
+        )
 
 
-def build_loss(model: Llama, config: Config, device: torch.device) -> Loss:
+def build_loss(model: Llama | PackedLlama, config: Config, device: torch.device) -> Loss:
     """The loss of one micro-batch, in bf16 autocast on CUDA, compiled where the execution says so.
 
     Compiled whole or not at all (fullgraph): what cannot be traced, and one retracing more than Dynamo's
@@ -125,13 +121,34 @@ def build_loss(model: Llama, config: Config, device: torch.device) -> Loss:
     return loss
 
 
+def traced_once(loss: Loss, config: Config) -> Loss:
+    """`loss` where a compiled one is traced in its first call alone: what would trace it again raises RuntimeError."""
+    if config.execution.update != "compiled":
+        return loss
+    traced = False
+
+    def guarded(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        nonlocal traced
+        stance: AbstractContextManager[None] = nullcontext()
+        if traced:
+            stance = torch.compiler.set_stance("fail_on_recompile")
+        with stance:
+            found = loss(inputs, targets)
+        traced = True
+        return found
+
+    return guarded
+
+
 def tag_compile_cache(config: Config) -> str:
     """Keep this execution's graphs apart from others' in the compile cache; the tag by which they are.
 
     PyTorch's cache key does not hold the SDPA backend: over a shared cache, `efficient` was seen to run cuDNN's
     kernels (1.90 M targets/s against its own 1.52 M, one H200). The tag is part of every key; threads and read-ahead
-    change no graph and are left out.
+    change no graph and are left out, and packed models that pass one by one run one model's graph under its tag.
     """
     compiled = config.execution.model_dump(include={"compile_mode", "sdpa_backend", "deterministic"})
+    if config.packing.models > 1 and config.packed_backward != "one_by_one":
+        compiled["packed_backward"] = config.packed_backward
     torch.compiler.config.cache_key_tag = tag = identity(compiled)[:16]
     return tag

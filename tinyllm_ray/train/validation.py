@@ -8,6 +8,7 @@ from tinyllm_ray.clock import Clock
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache, Tokens
 from tinyllm_ray.data.loader import subset_batches, validation_batches
+from tinyllm_ray.model.llama import Llama
 from tinyllm_ray.train.evaluate import Evaluator
 from tinyllm_ray.train.interruption import Interrupted, Interruption
 from tinyllm_ray.train.progress import Evaluating, OnProgress
@@ -45,6 +46,7 @@ class Validation:
         self._subset_targets = min(self._config.evaluation.subset_blocks * self._config.model.context, tokens)
         left = sum(step > trainer.updates for step in epoch_ends(self._config))
         expected_targets = left * self._subset_targets + tokens
+        assert isinstance(trainer.model, Llama), "packed models are not evaluated here"
         self._evaluator = Evaluator(trainer.model, self._config, trainer.device, expected_targets)
         self._subset: list[Tokens] | None = None
 

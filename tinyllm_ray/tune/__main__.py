@@ -57,7 +57,9 @@ def build_parser() -> Parser:
     )
     recipe = parser.add_mutually_exclusive_group()
     recipe.add_argument(
-        "--preset", help="recipe by name: nano, 20m, 20m-32k, 50m, 90m, 250m, 500m (default: what fits the machine)"
+        "--preset",
+        help="recipe by name: nano, 20m, 20m-32k, packed-20m-adaptive, packed4-20m-atc, packed4-20m-awc, "
+        "packed8-20m-awc, 50m, 90m, 250m, 500m (default: what fits the machine)",
     )
     recipe.add_argument("--config", metavar="FILE", help="recipe from a YAML file")
     parser.add_argument(
