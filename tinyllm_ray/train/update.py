@@ -145,10 +145,10 @@ def tag_compile_cache(config: Config) -> str:
 
     PyTorch's cache key does not hold the SDPA backend: over a shared cache, `efficient` was seen to run cuDNN's
     kernels (1.90 M targets/s against its own 1.52 M, one H200). The tag is part of every key; threads and read-ahead
-    change no graph and are left out, and packed models that pass one by one run one model's graph under its tag.
+    change no graph and are left out.
     """
     compiled = config.execution.model_dump(include={"compile_mode", "sdpa_backend", "deterministic"})
-    if config.packing.models > 1 and config.packed_backward != "one_by_one":
+    if config.packing.models > 1:
         compiled["packed_backward"] = config.packed_backward
     torch.compiler.config.cache_key_tag = tag = identity(compiled)[:16]
     return tag
