@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from study_replay import fitted, recipe
 
-from tinyllm_ray.config import identity, load
+from tinyllm_ray.config import Config, identity, load, validate
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.search.candidate import candidate_number, make_candidate
 from tinyllm_ray.search.fitting import fit_space
@@ -107,6 +107,64 @@ def test_nothing_left_is_the_users_mistake(asked: Space, message: str) -> None:
         fit_space(asked, recipe(8), "cpu", cores=2)
 
 
+def pack(mixed: bool, models: int, rows: int) -> Config:
+    """Models with `rows` rows of an update each."""
+    mixing = {"topology": "complete", "scheme": "awc"} if mixed else {}
+    values = recipe(rows * models if mixed else rows).model_dump(mode="json")
+    return validate(values | {"packing": {"models": models, **mixing}}, "test")
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_micro_batches_of_packs_divide_a_models_rows(mixed: bool) -> None:
+    asked = space({"micro_batch_size": [8, 16, 32]})
+    fit = fit_space(asked, pack(mixed, 4, 16), "cuda", 4)
+    assert (fit.baseline["micro_batch_size"], fit.factors["micro_batch_size"]) == (16, (8, 16))
+    assert fit.notes == ("micro_batch_size: 32 dropped: it does not divide the 16 rows of a model in an update",)
+    assert fit.targets_per_update == 4 * 16 * 256, "an update's cost is that of all models"
+    with pytest.raises(ConfigError, match="none of 3 divides the 16 rows of a model in an update; write some of 1, 2"):
+        fit_space(space({"micro_batch_size": [3]}), pack(mixed, 4, 16), "cuda", 4)
+
+
+def test_modes_that_packs_do_not_run_in_are_dropped() -> None:
+    modes = ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+    asked = space({"compile_mode": modes}, {"update": "compiled", "compile_mode": "max-autotune"})
+    fit = fit_space(asked, pack(True, 4, 16), "cuda", 4)
+    assert (fit.baseline["compile_mode"], fit.factors["compile_mode"]) == ("default", (modes[0], modes[3]))
+    assert fit.notes == (
+        "baseline: compile mode default instead of max-autotune: packed models replay no CUDA graphs",
+        "compile_mode: reduce-overhead, max-autotune dropped: packed models replay no CUDA graphs",
+    )
+    assert fit_space(asked, recipe(16), "cuda", 4).notes == ()
+
+
+def test_the_way_backward_is_varied_for_packs_alone() -> None:
+    asked = space({"packed_backward": [None, "at_once", "one_by_one"], "micro_batch_size": [16, 32]})
+    fit = fit_space(asked, pack(True, 4, 32), "cuda", 4)
+    found = {(one["micro_batch_size"], one["packed_backward"]) for one in fit.executions()}
+    assert found == {(32, None), (32, "at_once"), (16, None), (16, "one_by_one")}, "null is what a size has anyway"
+    assert len(list(fit.executions())) == 4
+    labels = [make_candidate(1, fit.settle({"packed_backward": how})).label for how in ("at_once", "one_by_one")]
+    assert labels == [
+        "mb32 compiled default auto t4 packed_backward=at_once",
+        "mb32 compiled default auto t4",
+    ]
+    alone = fit_space(asked, recipe(32), "cuda", 4)
+    assert alone.notes == ("packed_backward: null, at_once, one_by_one dropped: the recipe has one model",)
+    assert {one["packed_backward"] for one in alone.executions()} == {None}
+    with pytest.raises(ConfigError, match=r"empty space.*the recipe has one model"):
+        fit_space(space({"packed_backward": ["at_once"]}), recipe(32), "cuda", 4)
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_every_execution_of_a_pack_is_allowed_by_its_recipe(mixed: bool) -> None:
+    config = pack(mixed, 2, 8)
+    fit = fit_space(load_space("execution"), config, "cuda", 8)
+    executions = list(fit.executions())
+    assert len(executions) == 2 * 2 * 4 * 3, "two sizes, eager and compiled in one mode, backends, threads"
+    for execution in executions:
+        config.with_execution(execution)
+
+
 def test_a_factor_that_does_not_count_keeps_the_baselines_value() -> None:
     asked = space(
         {"cpu_threads": [1, 2], "update": ["eager", "compiled"], "compile_mode": ["default", "max-autotune"]},
@@ -142,6 +200,7 @@ VALUES: dict[str, list[Any]] = {
     "sdpa_backend": ["auto", "flash", "cudnn", "efficient", "math"],
     "cpu_threads": [None, 1, 2, 3, 8],
     "prefetch_depth": [0, 1, 2],
+    "packed_backward": [None, "at_once", "one_by_one"],
 }
 WHENS: list[dict[str, Any]] = [
     {},

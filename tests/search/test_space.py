@@ -94,6 +94,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (BASE | {"factors": {"micro_batch_size": [8, 0]}}, r"factors\.micro_batch_size: 0 is not allowed.*greater than 0"),
     (BASE | {"factors": {"cpu_threads": [True]}}, r"factors\.cpu_threads: True is not allowed"),
     (BASE | {"factors": {"cpu_threads": [[1]]}}, r"factors\.cpu_threads: \[1\] is not allowed"),
+    (BASE | {"factors": {"packed_backward": ["both"]}}, r"packed_backward: 'both' is not.*'at_once' or 'one_by_one'"),
+    (BASE | {"factors": {"models": [2]}}, r"factors\.models: packing\.models belongs to the recipe.*packed_backward"),
     (BASE | {"factors": {"data_parallel": [2]}}, r"factors\.data_parallel: 2 is not allowed.*1"),
     (BASE | {"factors": {"update": ["eager", "eager"]}}, r"factors\.update: 'eager' stands twice"),
     (BASE | {"factors": {"micro_batch_size": [8, "8"]}}, r"factors\.micro_batch_size: '8' stands twice"),

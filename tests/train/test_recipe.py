@@ -18,6 +18,7 @@ from tinyllm_ray.train.recipe import (
     epochs,
     learning_rate,
     run_updates,
+    solo_config,
     total_updates,
     updates_after_epoch,
 )
@@ -347,3 +348,44 @@ class TestWarmupStableDecay:
         assert found[:5] == cosine[:5]
         assert found[-1] == cosine[-1]
         assert all(one > other for one, other in zip(found[5:-1], cosine[5:-1], strict=True))
+
+
+class TestSoloConfig:
+    """The training alone that a model of an unmixed pack equals."""
+
+    VARIANTS = "packing.variants=[{seed: 0, weight_decay: 0}, {peak_learning_rate: 0.1, betas: [0, 0.5]}, {}]"
+
+    def test_has_the_variants_settings_and_the_recipes_for_the_rest(self) -> None:
+        settings = ["training.max_updates=9", "execution.micro_batch_size=4", "execution.packed_backward=at_once"]
+        config = load("nano", ["packing.models=3", self.VARIANTS, *settings])
+        own = [
+            ["training.seed=0", "optimizer.weight_decay=0"],
+            ["optimizer.peak_learning_rate=0.1", "optimizer.betas=[0, 0.5]"],
+            [],
+        ]
+        for worker, overrides in enumerate(own):
+            expected = load("nano", [*overrides, *settings[:2]])
+            assert solo_config(config, worker) == expected
+            assert solo_config(config, worker).recipe_identity == expected.recipe_identity
+
+    def test_of_one_model_is_its_own(self) -> None:
+        assert solo_config(load("nano"), 0) == load("nano")
+
+    def test_takes_as_many_updates_at_the_same_share_of_the_peak(self) -> None:
+        config = load("nano", ["packing.models=3", self.VARIANTS])
+        alone = solo_config(config, 1)
+        assert total_updates(alone) == total_updates(config)
+        assert learning_rate(alone, 7) / 0.1 == pytest.approx(learning_rate(config, 7) / 0.004)
+
+    def test_of_mixed_models_there_is_none(self) -> None:
+        with pytest.raises(ValueError, match="4 mixed models are one training"):
+            solo_config(load("packed4-20m-awc"), 0)
+
+    @pytest.mark.parametrize("worker", [-1, 3])
+    def test_there_is_one_for_each_model_alone(self, worker: int) -> None:
+        with pytest.raises(ValueError, match=f"there is no model {worker} in a pack of 3"):
+            solo_config(load("nano", ["packing.models=3"]), worker)
+
+
+def test_mixed_models_make_the_updates_of_one_on_their_whole_batch() -> None:
+    assert total_updates(load("packed8-20m-awc")) == total_updates(load("20m")) == 3113

@@ -59,6 +59,17 @@ class TestEvents:
         assert Memory.model_validate(result["memory"]).used_bytes
         assert all(Device.model_validate(device) for device in result["devices"])
 
+    @pytest.mark.parametrize("mixing", [{}, {"topology": "complete", "scheme": "awc"}])
+    def test_a_pack_is_measured_by_the_targets_of_all_its_models(
+        self, tiny: MakeConfig, tiny_cache: TokenCache, mixing: dict[str, str]
+    ) -> None:
+        config = tiny(packing={"models": 2, **mixing}, execution={"micro_batch_size": 2})
+        events = events_of(config, str(tiny_cache.folder), real(PROTOCOL))
+        windows = [Window.model_validate(event["window"]) for event in events[4:6]]
+        assert events[-1]["event"] == "result"
+        assert [window.targets for window in windows] == [3 * 128 * (1 if mixing else 2)] * 2
+        assert all(window.loss is not None and 3 < window.loss < 5 for window in windows)
+
     def test_tokens_are_read_in_data_mode_real(self, tiny: MakeConfig, tiny_cache: TokenCache) -> None:
         synthetic, tokens = events_of(tiny()), events_of(tiny(), str(tiny_cache.folder), real(PROTOCOL))
         assert names(tokens) == names(synthetic)

@@ -76,7 +76,8 @@ def fit_space(space: Space, config: Config, device_kind: DeviceKind, cores: int)
         settled = _collapse(key, [_settle_null(key, value, baseline, config) for value in values], notes)
         misfits, why = _misfits(key, settled, config, device_kind, cores)
         if misfits:
-            notes.append(f"{key}: {', '.join(map(str, misfits))} dropped: {why}")
+            shown = ("null" if value is None else str(value) for value in misfits)
+            notes.append(f"{key}: {', '.join(shown)} dropped: {why}")
         if fitting := tuple(value for value in settled if value not in misfits):
             factors[key] = fitting
         elif key == "micro_batch_size":

@@ -26,9 +26,7 @@ class Session:
         self._status: int | None = None
         self._report_failed = False
         config = report.config
-        title = (
-            f"{config.model.parameters / 1e6:.1f}M parameters, {config.training.tokens_per_update:,} targets an update"
-        )
+        title = f"{config.model.parameters / 1e6:.1f}M parameters, {config.targets_per_update:,} targets an update"
         self._display: Display = self._shown.enter_context(
             open_display(console, lambda: View(title, driver.shown, driver.seconds_left))
         )
