@@ -6,12 +6,16 @@ from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.data.feed import widen
 from tinyllm_ray.data.loader import RowLoader
 from tinyllm_ray.model.attention import sdpa_backend
+from tinyllm_ray.model.llama import Llama
+from tinyllm_ray.train.pack import model_seeds
 from tinyllm_ray.train.trainer import Trainer
 from tinyllm_ray.train.update import build_loss
 
 
-def explain_fault(trainer: Trainer, cache: TokenCache | None, update: int) -> str:
+def explain_fault(trainer: Trainer, cache: TokenCache | None, update: int, model: int = 0) -> str:
     """One line about the update after `update` updates, the first whose loss or gradient norm was not finite.
+
+    Of a pack it is about model `model`.
 
     It names the first micro-batch at fault and where its numbers stop being finite: a weight, a part of the forward
     pass, or the first gradient that the backward pass reaches; or it says that all is finite when done again, so that
@@ -19,15 +23,16 @@ def explain_fault(trainer: Trainer, cache: TokenCache | None, update: int) -> st
     eager update, and leaves weights and gradients alone.
     """
     try:
-        found = _recompute(trainer, cache, update)
+        found = _recompute(trainer, cache, update, model)
     except Exception as error:  # whatever it is, the run's own end matters more
         first_line = (str(error).strip().splitlines() or [""])[0]
         found = f"could not be done again eagerly: {type(error).__name__}: {first_line}"
     return f"update {update + 1}: {found}"
 
 
-def _recompute(trainer: Trainer, cache: TokenCache | None, update: int) -> str:
-    config, model = trainer.config, trainer.model
+def _recompute(trainer: Trainer, cache: TokenCache | None, update: int, number: int) -> str:
+    config = trainer.config
+    model = trainer.model if isinstance(trainer.model, Llama) else trainer.model.workers()[number]
     broken = [name for name, weight in model.named_parameters() if not _finite(weight)]
     if broken:
         return f"its weights are not finite before it: {_some(broken)}"
@@ -36,8 +41,9 @@ def _recompute(trainer: Trainer, cache: TokenCache | None, update: int) -> str:
     sums = [torch.zeros_like(weight) for weight in weights]
     total = 0.0
     with sdpa_backend(config.execution.sdpa_backend):
-        for number, rows in enumerate(torch.split(_rows_of(trainer, cache, update), config.micro_batch_size), 1):
-            where = f"micro-batch {number} of {config.accumulation}"
+        parts = torch.split(_rows_of(trainer, cache, update, number), config.micro_batch_size)
+        for part, rows in enumerate(parts, 1):
+            where = f"micro-batch {part} of {config.accumulation}"
             inputs, targets = rows[:, :-1], rows[:, 1:]
             with _FirstBrokenOutput(model) as first:
                 loss = loss_of(inputs, targets) / config.accumulation
@@ -62,21 +68,24 @@ def _recompute(trainer: Trainer, cache: TokenCache | None, update: int) -> str:
     )
 
 
-def _rows_of(trainer: Trainer, cache: TokenCache | None, update: int) -> torch.Tensor:
-    """The update's rows on the trainer's device, int64 [rows, context + 1]."""
+def _rows_of(trainer: Trainer, cache: TokenCache | None, update: int, number: int) -> torch.Tensor:
+    """The rows of model `number` in the update, on the trainer's device, int64 [rows, context + 1]."""
     config = trainer.config
+    models = config.packing.models
     if cache is None:
-        return widen(trainer.feed.next())
-    rows = config.rows_per_update
+        return widen(trainer.feed.next())[number::models]
+    mixed = config.packing.mixed
     with RowLoader(
         cache,
         context=config.model.context,
-        seed=config.training.seed,
+        seed=model_seeds(config)[number],
         shards_per_range=config.data.shards_per_range,
         read_ahead=0,
-        start_row=update * rows,
+        worker=number if mixed else 0,
+        of=models if mixed else 1,
+        start_row=update * config.rows_per_update,
     ) as loader:
-        return widen(torch.from_numpy(loader.next(rows)).to(trainer.device))
+        return widen(torch.from_numpy(loader.next(config.rows_per_model)).to(trainer.device))
 
 
 class _FirstBrokenOutput:

@@ -65,14 +65,14 @@ def keep_lines(path: Path, last_step: int) -> None:
 
 
 def _read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
-    """The first entry of every step (and split), and whether any line but a torn last one was not an entry."""
-    found: dict[tuple[int, str], dict[str, Any]] = {}
+    """The first entry of every step (split, model), and whether any line but a torn last one was not an entry."""
+    found: dict[tuple[int, str, int], dict[str, Any]] = {}
     lines = path.read_bytes().split(b"\n")[:-1]
     for line in lines:
         with contextlib.suppress(ValueError):
             entry = json.loads(line)
             if isinstance(entry, dict) and isinstance(entry.get("step"), int):
-                found.setdefault((entry["step"], entry.get("split", "")), entry)
+                found.setdefault((entry["step"], entry.get("split", ""), entry.get("model", 0)), entry)
     return [found[key] for key in sorted(found)], len(found) < len(lines)
 
 
@@ -94,13 +94,14 @@ class Recording:
         self._write(self._metrics, entries)
         if self._events is not None:
             for entry in entries:
-                self._events.add(entry["step"], {key: entry[key] for key in entry.keys() - {"step", "tokens"}})
+                self._events.add(entry["step"], _scalars(entry))
 
     def evaluation(self, entry: dict[str, Any]) -> None:
         """A line an evaluation."""
         self._write(self._evaluations, [entry])
         if self._events is not None:
-            self._events.add(entry["step"], {f"{entry['split']}_loss": entry["loss"]})
+            model = f"/{entry['model']}" if "model" in entry else ""
+            self._events.add(entry["step"], {f"{entry['split']}_loss{model}": entry["loss"]})
 
     def write_json(self, name: str, value: Any) -> bool:
         """Replace OUT/name; False where that failed."""
@@ -134,3 +135,15 @@ class Recording:
             log.warning(line)  # into a file on the same disk, so a person is told as well
             say(line, sys.stderr)
         self._failing = True
+
+
+def _scalars(entry: dict[str, Any]) -> dict[str, float]:
+    """What event files take of a metrics line: its numbers, a pack's model by model."""
+    scalars: dict[str, float] = {}
+    for key in entry.keys() - {"step", "tokens"}:
+        values = entry[key]
+        if isinstance(values, list):
+            scalars |= {f"{key}/{model}": value for model, value in enumerate(values) if value is not None}
+        else:
+            scalars[key] = values
+    return scalars

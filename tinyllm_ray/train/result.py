@@ -1,6 +1,7 @@
-"""What a run says about itself: of every update, and at its end what it reached and what it took."""
+"""A run's result: how it ended, what it reached, and what it took."""
 
 import math
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -10,23 +11,9 @@ from tinyllm_ray.data.cache import TokenCache, unigram_level
 from tinyllm_ray.measure.environment import devices, source_identity
 from tinyllm_ray.measure.flops import flop_per_target, peak_flops
 from tinyllm_ray.measure.memory import peak_memory
-from tinyllm_ray.train.recipe import learning_rate
 from tinyllm_ray.train.state import RunState
 from tinyllm_ray.train.trainer import Trainer
-
-
-def metrics_entry(config: Config, state: RunState, loss: float, grad_norm: float, rate: float) -> dict[str, Any]:
-    """What metrics.jsonl holds of the update after those of `state`; `rate` is in targets a second."""
-    return {
-        "step": state.step + 1,
-        "tokens": (state.step + 1) * config.training.tokens_per_update,
-        "loss": loss,
-        "lr": learning_rate(config, state.step),
-        "grad_norm": grad_norm,
-        "tokens_per_second": rate,
-        "training_seconds": state.training_seconds,
-        "data_wait_seconds": state.data_wait_seconds,
-    }
+from tinyllm_ray.train.validation import Evaluated
 
 
 def build_result(trainer: Trainer, cache: TokenCache, state: RunState) -> dict[str, Any]:
@@ -52,6 +39,32 @@ def build_result(trainer: Trainer, cache: TokenCache, state: RunState) -> dict[s
     )
 
 
+def best_of(state: RunState, model: int, loss: float) -> dict[str, Any] | None:
+    """A model's best evaluation, after one that found `loss`."""
+    before = state.bests[model] if state.bests else state.best
+    if not math.isfinite(loss) or (before is not None and before["loss"] <= loss):
+        return before
+    return {"loss": loss, "epoch": state.epochs, "step": state.step}
+
+
+def describe_validation(found: list[Evaluated]) -> dict[str, Any]:
+    """What result.json holds of the evaluation of the whole split.
+
+    Of a pack whose models are not mixed, `loss` is the mean of those that are finite and `losses` has each.
+    """
+    losses = [each.loss if math.isfinite(each.loss) else None for each in found]
+    loss = fmean(loss for loss in losses if loss is not None)
+    return {
+        "loss": loss,
+        "perplexity": perplexity(loss),
+        "tokens": found[0].targets,
+        "seconds": sum(each.seconds for each in found),
+        "split": "validation",
+        "validation_complete": True,
+        "losses": losses if len(found) > 1 else None,
+    }
+
+
 def failed_result(config: Config, state: RunState, reason: str) -> dict[str, Any]:
     """What result.json holds after an error ended the run."""
     fault = {"update": state.step + 1, "loss": None, "grad_norm": None, "where": reason}
@@ -66,11 +79,14 @@ def perplexity(loss: float) -> float | None:
 def _progress(config: Config, state: RunState) -> dict[str, Any]:
     return {
         "parameters": config.model.parameters,
-        "tokens": state.step * config.training.tokens_per_update,
+        "tokens": state.step * config.targets_per_update,
         "step": state.step,
         "epochs": state.epochs,
         "loss": state.loss,
         "best": state.best,
+        "models": config.packing.models,
+        "bests": state.bests or None,
+        "stopped": state.stopped or None,
         "recipe_identity": config.recipe_identity,
         "sessions": state.sessions,
         "failed_checkpoints": state.failed_checkpoints,
@@ -89,7 +105,7 @@ def _throughput(config: Config, state: RunState, device_name: str) -> dict[str, 
     peak = peak_flops(device_name, torch.bfloat16)
     return {
         "training_tokens_per_second": rate,
-        "elapsed_tokens_per_second": state.step * config.training.tokens_per_update / state.elapsed_seconds,
+        "elapsed_tokens_per_second": state.step * config.targets_per_update / state.elapsed_seconds,
         "model_flops_per_second": flops,
         "model_flops_share_of_peak": flops / peak if flops and peak else None,
     }

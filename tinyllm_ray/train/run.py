@@ -9,6 +9,7 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,11 @@ from tinyllm_ray.train.interruption import Interruption
 from tinyllm_ray.train.progress import OnProgress, Progress, Starting
 from tinyllm_ray.train.recipe import epoch_ends, run_updates
 from tinyllm_ray.train.recording import Recording
-from tinyllm_ray.train.result import build_result, failed_result, metrics_entry, perplexity
+from tinyllm_ray.train.result import best_of, build_result, describe_validation, failed_result
 from tinyllm_ray.train.saving import Saving
 from tinyllm_ray.train.stages import Stages
 from tinyllm_ray.train.state import RunState
+from tinyllm_ray.train.tally import tally
 from tinyllm_ray.train.trainer import Trainer
 from tinyllm_ray.train.update import Statistics
 from tinyllm_ray.train.validation import Evaluated, Validation
@@ -114,7 +116,7 @@ class Run:
             self._saving = Saving(self._out, trainer, self._cache.identity, saved, self._clock)
             self._trainer = trainer
             if (self._out / "best.json").exists():  # of a session whose later part is made again
-                self._recording.write_json("best.json", self._state.best)
+                self._recording.write_json("best.json", self._state.best or self._state.bests)
             environment.start()  # nvidia-smi and git take seconds, which the first update hides
             if self._start < self._stop:
                 self._update_first(trainer)
@@ -198,15 +200,12 @@ class Run:
             state.training_targets += targets
             self._most_pending = max(1, min(_MOST_PENDING_UPDATES, int(_MOST_PENDING_SECONDS * len(values) / seconds)))
         self._note_seconds(trainer)
-        lines = []
-        for loss, grad_norm in values:
-            if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-                self._fail(state.step + 1, loss, explain_fault(trainer, self._cache, state.step), grad_norm)
-                break
-            lines.append(metrics_entry(self._config, state, loss, grad_norm, targets / seconds))
-            state.step, state.loss = state.step + 1, loss
+        lines, broken = tally(self._config, state, values, targets / seconds)
         self._pending.clear()
         self._recording.metrics(lines)
+        if broken is not None:
+            where = explain_fault(trainer, self._cache, state.step, broken.models[0])
+            self._fail(state.step + 1, broken.losses, where, broken.grad_norms)
         if state.loss is not None:
             self._on_progress(Progress(state.step, self._total, state.loss, targets / seconds))
 
@@ -218,11 +217,11 @@ class Run:
         state.evaluation_seconds = before.evaluation_seconds + self._validation.seconds
         state.start_seconds = before.start_seconds + self._stages.total
 
-    def _fail(self, update: int, loss: float, where: str, grad_norm: float | None = None) -> None:
+    def _fail(self, update: int, losses: list[float], where: str, grad_norms: Sequence[float] = ()) -> None:
         """Note what went non-finite, as text, since JSON has no such numbers."""
-        log.error("update %d: loss %s, gradient norm %s: %s", update, loss, grad_norm, where)
-        norm = None if grad_norm is None else str(grad_norm)
-        self._fault = {"update": update, "loss": str(loss), "grad_norm": norm, "where": where}
+        loss, norm = (", ".join(map(str, values)) or None for values in (losses, grad_norms))
+        log.error("update %d: loss %s, gradient norm %s: %s", update, loss, norm, where)
+        self._fault = {"update": update, "loss": loss, "grad_norm": norm, "where": where}
 
     def _evaluate_subset(self) -> None:
         state = self._state
@@ -230,20 +229,29 @@ class Run:
         if found is None:
             return
         state.evaluated_step, state.epochs = state.step, self._ends.get(state.step, state.epochs)
-        if not math.isfinite(found.loss):
+        if not any(math.isfinite(each.loss) for each in found):
             # An update's own loss is that of the weights before it, so the last update's harm shows only here.
             self._sound = False
-            self._fail(state.step, found.loss, "the validation subset, with the weights that the update left")
+            where = "the validation subset, with the weights that the update left"
+            self._fail(state.step, [each.loss for each in found], where)
             return
         self._record("subset", found)
-        if state.best is None or found.loss < state.best["loss"]:
-            state.best = {"loss": found.loss, "epoch": state.epochs, "step": state.step}
-            self._recording.write_json("best.json", state.best)
+        bests = [best_of(state, model, each.loss) for model, each in enumerate(found)]
+        if len(found) == 1:
+            state.best = bests[0]
+        else:
+            state.bests = bests
+        self._recording.write_json("best.json", state.best or state.bests)
 
-    def _record(self, split: str, found: Evaluated) -> None:
-        entry = {"step": self._state.step, "epoch": self._state.epochs, "split": split, **found._asdict()}
-        log.info("update %(step)d, epoch %(epoch)d: %(split)s loss %(loss).4f over %(targets)d targets", entry)
-        self._recording.evaluation(entry)
+    def _record(self, split: str, found: list[Evaluated]) -> None:
+        for model, each in enumerate(found):
+            if not math.isfinite(each.loss):
+                continue
+            entry = {"step": self._state.step, "epoch": self._state.epochs, "split": split, **each._asdict()}
+            if len(found) > 1:
+                entry["model"] = model
+            log.info("update %(step)d, epoch %(epoch)d: %(split)s loss %(loss).4f over %(targets)d targets", entry)
+            self._recording.evaluation(entry)
 
     def _finish(self, trainer: Trainer) -> int:
         """Save what the policy promises, validate, write the result; the exit status."""
@@ -278,18 +286,11 @@ class Run:
         found = self._validation.whole()
         if found is None:
             return None
-        if not math.isfinite(found.loss):
-            self._fail(self._state.step, found.loss, "the validation split")
+        if not any(math.isfinite(each.loss) for each in found):
+            self._fail(self._state.step, [each.loss for each in found], "the validation split")
             return None
         self._record("validation", found)
-        return {
-            "loss": found.loss,
-            "perplexity": perplexity(found.loss),
-            "tokens": found.targets,
-            "seconds": found.seconds,
-            "split": "validation",
-            "validation_complete": True,
-        }
+        return describe_validation(found)
 
     def _write_result(self, result: dict[str, Any]) -> bool:
         return self._recording.write_json(RESULT, result)

@@ -48,6 +48,7 @@ class Saving:
                 dataclasses.asdict(state),
                 trainer.config,
                 self._cache_identity,
+                average=trainer.config.packing.mixed,
             )
             self.saved_step = state.step
             always = self._output.checkpoint_updates or ()

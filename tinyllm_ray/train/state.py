@@ -1,6 +1,6 @@
 """What a run accumulates over its sessions; every checkpoint carries it, and a resumed run goes on from it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -16,8 +16,12 @@ class RunState:
     """The step whose evaluation is done: a run may be interrupted between an epoch's last update and that."""
     best: dict[str, Any] | None = None
     """Best subset evaluation: loss, epoch, step."""
+    bests: list[dict[str, Any] | None] = field(default_factory=list)
+    """The same of each model of a pack whose models are not mixed."""
+    stopped: dict[str, int] = field(default_factory=dict)
+    """Models of such a pack that went non-finite, and at which update."""
     loss: float | None = None
-    """Of the last update, in nats."""
+    """Of the last update, in nats; of a pack the mean."""
     training_seconds: float = 0.0
     """In updates, without every session's first one, which starts and compiles."""
     training_targets: int = 0
