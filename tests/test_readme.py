@@ -10,7 +10,7 @@ import tinyllm_ray.data.__main__ as data_command
 import tinyllm_ray.train.__main__ as train_command
 import tinyllm_ray.train.convert as convert
 import tinyllm_ray.tune.__main__ as tune_command
-from tinyllm_ray.config import preset_names
+from tinyllm_ray.config import load, preset_names
 from tinyllm_ray.data.prepare import CACHE_VARIABLE
 from tinyllm_ray.train.evaluate_command import evaluate_parser
 from tinyllm_ray.tune import TuneResult
@@ -65,6 +65,12 @@ def test_the_first_screen_has_one_command_to_run_and_one_to_test() -> None:
     assert run.endswith(" -m tinyllm_ray.tune --budget 3m")
     assert test.endswith(" -m pytest")
     assert README.index(test) < 2500
+
+
+def test_its_configuration_is_one(tmp_path: Path) -> None:
+    (text,) = blocks("yaml")
+    (tmp_path / "pack.yaml").write_text(text)
+    assert load(tmp_path / "pack.yaml").packing.models == 3
 
 
 def test_presets_and_spaces_named_in_it_exist() -> None:

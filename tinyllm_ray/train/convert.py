@@ -56,7 +56,8 @@ def export_parser() -> Parser:
         "source",
         metavar="SOURCE",
         type=Path,
-        help="a run's folder (its newest checkpoint), a checkpoint's, or an imported folder",
+        help="a run's folder (its newest checkpoint), a checkpoint's, one packed model's (.../workers/03), or an "
+        "imported folder",
     )
     parser.add_argument("--out", required=True, type=Path, help="folder to write; must be new or empty")
     parser.add_argument("--cache", type=Path, help="the token cache, where it was moved")

@@ -42,7 +42,8 @@ def evaluate_parser() -> Parser:
         "source",
         metavar="SOURCE",
         type=Path,
-        help="a run's folder (its newest checkpoint), a checkpoint's, an imported folder, or a .safetensors file",
+        help="a run's folder (its newest checkpoint), a checkpoint's, one packed model's (.../workers/03), an imported "
+        "folder, or a .safetensors file",
     )
     parser.add_argument("--config", help="a preset or YAML file, where the weights do not know theirs")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting")
