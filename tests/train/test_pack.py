@@ -1,9 +1,9 @@
 """The trainer on packs of models against trainings alone, in float64, over ranges and passes of a small cache."""
 
-import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,8 @@ from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.data.loader import RowLoader
 from tinyllm_ray.model.llama import Llama, initialize
 from tinyllm_ray.model.packed import PackedLlama, initialize_packed
+from tinyllm_ray.train.checkpoint import open_checkpoint
+from tinyllm_ray.train.checkpoints import save_checkpoint
 from tinyllm_ray.train.mixing import consensus_weights, mixing_matrix, weaken
 from tinyllm_ray.train.optimizer import build_optimizer
 from tinyllm_ray.train.pack import Pack
@@ -293,16 +295,21 @@ class TestEither:
     def config(self, request: pytest.FixtureRequest, tiny: MakeConfig) -> Config:
         return apart(tiny, 4) if request.param == "apart" else mixed(tiny, 4, "one_peer_exponential", "awc")
 
-    @pytest.mark.parametrize("done", [1, 5])
-    def test_goes_on_as_the_unbroken_one(self, config: Config, small_cache: TokenCache, done: int) -> None:
+    @pytest.mark.parametrize(("done", "backward"), [(1, AT_ONCE), (5, ONE_BY_ONE)])
+    def test_goes_on_from_a_checkpoint_as_the_unbroken_one(
+        self, config: Config, small_cache: TokenCache, done: int, backward: dict[str, str], tmp_path: Path
+    ) -> None:
         """From any update: rows, rates, topology and consensus follow from their number."""
+        config = config.with_execution(backward)
         with Trainer(config, small_cache) as unbroken:
             for _ in range(done):
                 unbroken.step()
-            weights, state = copy.deepcopy([unbroken.model.state_dict(), unbroken.optimizer.state_dict()])
+            identity = small_cache.identity
+            folder = save_checkpoint(tmp_path, done, unbroken.model, unbroken.optimizer, {}, config, identity)
+            checkpoint = open_checkpoint(folder)
             with Trainer(config, small_cache, updates=done) as resumed:
-                resumed.model.load_state_dict(weights)
-                resumed.optimizer.load_state_dict(state)
+                checkpoint.load_weights(resumed.model)
+                checkpoint.load_training(resumed.model, resumed.optimizer)
                 for _ in range(3):
                     assert torch.equal(torch.stack(resumed.step()), torch.stack(unbroken.step()))
                 assert all(map(torch.equal, weights_of(resumed), weights_of(unbroken)))
