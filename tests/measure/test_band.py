@@ -69,7 +69,7 @@ def test_every_liar_is_caught(lie: Lie, floor: Floor) -> None:
     assert verdict(SEEDS[0], floor, lie) is not None
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", [SEEDS[0], *(pytest.param(seed, marks=pytest.mark.slow) for seed in SEEDS[1:])])
 def test_honest_executions_pass(seed: int) -> None:
     assert verdict(seed, FLOAT32_FLOOR, micro_batch_size=2, sdpa_backend="flash") is None
     assert verdict(seed, FLOAT32_FLOOR, micro_batch_size=4, sdpa_backend="math") is None

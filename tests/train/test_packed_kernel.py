@@ -67,7 +67,7 @@ def run(
 
 
 @pytest.mark.parametrize("scheme", [None, "awc", "atc"])
-@pytest.mark.parametrize("models", [1, 2, 3, 8])
+@pytest.mark.parametrize("models", [1, 3, pytest.param(8, marks=pytest.mark.slow)])
 def test_equals_the_operators_in_float64(models: int, scheme: str | None) -> None:
     found, expected = run(models, torch.float64, True, scheme), run(models, torch.float64, False, scheme)
     for one, other in zip(found, expected, strict=True):

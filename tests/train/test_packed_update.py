@@ -83,9 +83,8 @@ def _fresh_compiler() -> Iterator[None]:
 
 class TestUnmixed:
     @pytest.mark.usefixtures("_fresh_compiler")
-    @pytest.mark.parametrize("compiled", [False, True])
     @pytest.mark.parametrize("one_by_one", [False, True])
-    @pytest.mark.parametrize("models", [1, 2, 4])
+    @pytest.mark.parametrize(("models", "compiled"), [(1, False), (2, False), (4, False), (2, True)])
     def test_every_model_trains_as_the_trainer_trains_it_alone(
         self, config: Config, models: int, one_by_one: bool, compiled: bool
     ) -> None:

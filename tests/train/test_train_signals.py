@@ -109,7 +109,7 @@ def test_before_the_start_a_folder_of_somebody_else_stays_as_it_is(
     assert [path.name for path in out.iterdir()] == ["thesis.tex"]
 
 
-@pytest.mark.parametrize(("number", "status"), [(SIGINT, 130), (SIGTERM, 143), (SIGUSR1, 143), (SIGHUP, 143)])
+@pytest.mark.parametrize(("number", "status"), [(SIGINT, 130), (SIGUSR1, 143)])
 def test_in_training(
     tiny: MakeConfig,
     tiny_cache: TokenCache,
