@@ -102,7 +102,7 @@ def _run(options: argparse.Namespace, interruption: Interruption, stages: Stages
         from tinyllm_ray.data.cache import open_cache
         from tinyllm_ray.data.prepare import default_cache
         from tinyllm_ray.train.ahead import import_compiler, warm_device
-        from tinyllm_ray.train.recipe import check_fits, describe_passes
+        from tinyllm_ray.train.recipe import check_fits, check_validation, describe_passes
         from tinyllm_ray.train.run import Run
         from tinyllm_ray.train.show import progress_line
         from tinyllm_ray.train.trainer import choose_device
@@ -111,6 +111,7 @@ def _run(options: argparse.Namespace, interruption: Interruption, stages: Stages
         stages.end("imports")
         cache = open_cache(config.data.cache or default_cache())
         check_fits(config, cache)
+        check_validation(config, cache)
         device = choose_device(config)
         if _is_complete(options, config, cache):
             return EXIT_DONE

@@ -67,18 +67,22 @@ def epoch_ends(config: Config) -> dict[int, int]:
 
 
 def check_fits(config: Config, cache: TokenCache) -> None:
-    """Raises ConfigError where the recipe cannot be trained, or not be evaluated, on the tokens of `cache`."""
+    """Raises ConfigError where the recipe cannot be trained on the tokens of `cache`."""
     check_vocabulary(config, cache)
-    if not count_rows(cache.tokens("validation"), config.model.context):
-        raise ConfigError(
-            f"data.cache: {cache.folder} holds {cache.tokens('validation')} validation tokens, not a row of "
-            f"model.context {config.model.context} + 1; lower model.context or take a larger cache"
-        )
     rows = count_rows(cache.tokens("train"), config.model.context)
     if rows < config.rows_per_update:
         raise ConfigError(
             f"data.cache: {cache.folder} holds {rows} rows of model.context {config.model.context}, fewer than the "
             f"{config.rows_per_update} of an update; lower training.tokens_per_update or take a larger cache"
+        )
+
+
+def check_validation(config: Config, cache: TokenCache) -> None:
+    """Raises ConfigError where `cache` has nothing that the recipe could be evaluated on."""
+    if not count_rows(cache.tokens("validation"), config.model.context):
+        raise ConfigError(
+            f"data.cache: {cache.folder} holds {cache.tokens('validation')} validation tokens, not a row of "
+            f"model.context {config.model.context} + 1; lower model.context or take a larger cache"
         )
 
 
