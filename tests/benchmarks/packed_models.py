@@ -1,0 +1,272 @@
+"""Packed models against the same trained one after the other, by processes that share the device, and as one model.
+
+    python tests/benchmarks/packed_models.py --preset nano --models 4 --rows 2 --updates 3 --execution cpu_threads=1
+
+does it on two CPU cores. On one H200, in one call each of under 5 minutes (`timeout 290`): the goals, the executions,
+the numbers of models. Each prepares its graphs side by side; a graph that compiles alone takes some 20 s.
+
+    python tests/benchmarks/packed_models.py --preset packed4-20m-awc packed8-20m-awc 20m-32k --models 8 --rows 4 \\
+        --execution update=compiled --prepare 8 --out goals.json
+    python tests/benchmarks/packed_models.py --preset packed4-20m-awc packed8-20m-awc --ways packed \\
+        --execution update=compiled packed_backward=at_once --execution update=compiled packed_backward=one_by_one \\
+        --execution update=compiled packed_backward=at_once micro_batch_size=8 --prepare 8 --out executions.json
+    python tests/benchmarks/packed_models.py --preset 20m-32k --models 1 2 4 8 16 --rows 4 --ways packed processes \\
+        --execution update=compiled --prepare 8 --out numbers.json
+
+A preset of packed models is measured as it is. Any other is packed by --models, unmixed, every model at --rows rows an
+update and with its own seed. Ways, each in processes of their own:
+
+packed              the models in one process, by every --execution
+one_after_another   the same trainings, each alone on the device: all their targets by all their windows' seconds
+processes           the same trainings at once, a process each; counted while all are inside their windows
+alone               the yardstick: one model at the tokens that an update of all of them has, default micro-batches
+
+Mixed models are one training, so packed and alone are all they have. The real trainer runs, on the default corpus
+(--tokens synthetic: a batch that stays on the device): --warmup updates, --windows windows of --updates updates between
+two waits for the device, and --part-updates updates by their parts. Throughput is the median of the windows; starts and
+first updates (compilation) are told apart. Memory is summed over processes; device_used_bytes is the whole device's.
+With --prepare N the rows' graphs are compiled first, N processes side by side, and kernels are tuned again when a row
+is measured. Rows go to FILE as they end. Goals are those of one H200.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from packed_probes import common_rates, compile_only, join, train_all
+
+from tinyllm_ray.config import Config, load, validate
+from tinyllm_ray.data.prepare import default_cache
+from tinyllm_ray.errors import ConfigError
+from tinyllm_ray.measure.environment import collect_environment, source_identity
+from tinyllm_ray.records import Protocol
+from tinyllm_ray.train.compile_cache import cache_variables
+from tinyllm_ray.train.recipe import solo_config
+from tinyllm_ray.yamlfile import parse_yaml
+
+WAYS = ("packed", "one_after_another", "processes", "alone")
+GOALS = {("packed4-20m-awc", 131_072): 2.0e6, ("packed8-20m-awc", 131_072): 1.9e6}
+"""Targets/s of a packed row, by preset and targets an update."""
+UNMIXED_GOAL = {("20m-32k", 8, 4): 2.0}
+"""Packed over one after another, by preset, models and rows."""
+
+
+class Row(NamedTuple):
+    """What is measured."""
+
+    label: dict[str, Any]
+    processes: list[list[Config]]
+    """What each process trains, one after the other."""
+
+
+def main() -> None:
+    options = parse()
+    report: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), **machine(), "rows": []}
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.update(cache_variables(options.compile_cache or folder))  # read by the processes to come
+        rows = list(plan(options))
+        if options.prepare:
+            report["prepared"] = prepare(rows, options)
+        for row in rows:
+            found = row.label | measure_row(row, options)
+            report["rows"].append(found)
+            report["ratios"] = ratios(report["rows"])
+            show(found)
+            if options.out:  # after each, as a later one may be cut short
+                options.out.write_text(json.dumps(report, indent=1) + "\n")
+    for line in report.get("ratios", []):
+        print(json.dumps(line))
+    sys.exit(any("error" in row for row in report["rows"]))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", nargs="+", default=["nano"])
+    parser.add_argument("--models", type=int, nargs="+", default=[8], help="of a pack, where the preset is one model")
+    parser.add_argument("--rows", type=int, default=4, help="of each of those in an update")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--execution", nargs="*", action="append", metavar="KEY=VALUE", help="once for each variant")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting, like everywhere")
+    parser.add_argument("--tokens", choices=("real", "synthetic"), default="real")
+    parser.add_argument("--warmup", type=int, default=10)
+    parser.add_argument("--updates", type=int, default=30, help="updates a window")
+    parser.add_argument("--windows", type=int, default=3)
+    parser.add_argument("--part-updates", type=int, default=5, help="updates timed by their parts")
+    parser.add_argument("--prepare", type=int, metavar="N", help="compile first, N processes side by side")
+    parser.add_argument("--compile-cache", help="folder (default: an empty one)")
+    parser.add_argument("--out", type=Path, help="file for the result (default: printed only)")
+    options = parser.parse_args()
+    variants = [dict(item.split("=", 1) for item in variant) for variant in options.execution or [[]]]
+    options.variants = [{key: parse_yaml(text, key) for key, text in variant.items()} for variant in variants]
+    options.cache = str(default_cache()) if options.tokens == "real" else None
+    return options
+
+
+def machine() -> dict[str, Any]:
+    found = collect_environment()
+    kept = {name: found[name] for name in ("python", "versions", "cuda", "cudnn", "driver", "gpus", "cpu")}
+    return {"environment": kept, "source_identity": source_identity().sha256}
+
+
+def plan(options: argparse.Namespace) -> Iterator[Row]:
+    """Every row, each once: variants that differ in what a way has no use for are one."""
+    seen = set()
+    for preset in options.preset:
+        base = load(preset, options.set)
+        for models in [base.packing.models] if base.packing.models > 1 else options.models:
+            for way in options.ways if models > 1 else ("alone",):
+                for variant in options.variants:
+                    label = {"preset": preset, "models": models, "way": way, "execution": variant}
+                    try:
+                        config = pack(base, models, options.rows, variant)
+                        processes = trainings(config, way)
+                    except ConfigError as error:
+                        print(f"left out: {json.dumps(label)}: {error}", flush=True)
+                        continue
+                    label["rows_a_model"] = config.rows_per_model
+                    key = (preset, models, way, str(processes))
+                    if processes and key not in seen:
+                        seen.add(key)
+                        yield Row(label, processes)
+
+
+def pack(base: Config, models: int, rows: int, variant: dict[str, Any]) -> Config:
+    """`models` of the preset under an execution: mixed ones as they are, others at `rows` rows and a seed each."""
+    values = base.model_dump(mode="json")
+    values["execution"] |= variant
+    if base.packing.models == 1:
+        values["training"]["tokens_per_update"] = rows * base.model.context
+        seeds = [{"seed": base.training.seed + number} for number in range(models)]
+        values["packing"] = {"models": models, "variants": seeds if models > 1 else None}
+    return validate(values, "--execution")
+
+
+def trainings(config: Config, way: str) -> list[list[Config]]:
+    """What each process of a way trains; none where mixed models have no such way."""
+    if way == "packed":
+        return [[config]]
+    if way == "alone":
+        values = config.model_dump(mode="json", exclude={"packing"})
+        values["training"]["tokens_per_update"] = config.targets_per_update
+        values["execution"] |= {"micro_batch_size": None, "packed_backward": None}
+        return [[validate(values, "alone")]]
+    if config.packing.mixed:
+        return []
+    solos = [solo_config(config, worker) for worker in range(config.packing.models)]
+    return [solos] if way == "one_after_another" else [[solo] for solo in solos]
+
+
+def prepare(rows: list[Row], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Fill the compile cache; the seconds of each first update, N side by side."""
+    firsts = {}
+    for row in rows:
+        config = row.processes[0][0]  # one process's trainings share their graph, and so do processes
+        if config.execution.update == "compiled":
+            firsts[str((config.model, config.execution, config.packing.models, config.batch_rows))] = row
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.prepare, spawn, max_tasks_per_child=1) as pool:
+        futures = {pool.submit(compile_only, row.processes[0][0]): row for row in firsts.values()}
+    found = []
+    for future, row in futures.items():
+        error = future.exception()
+        found.append(row.label | ({"error": str(error)} if error else {"first_update_seconds": future.result()}))
+        print("prepared:", json.dumps(found[-1]), flush=True)
+    for choice in Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.best_config"):
+        choice.unlink()  # Inductor's choice of a kernel's launch, here timed while others used the device
+    return found
+
+
+def measure_row(row: Row, options: argparse.Namespace) -> dict[str, Any]:
+    """Its processes, from start to end; of one that fails the row says why."""
+    protocol = Protocol(
+        data_mode=options.tokens,
+        warmup_updates=options.warmup,
+        windows=options.windows,
+        updates_per_window=options.updates,
+    )
+    spawn, count = multiprocessing.get_context("spawn"), len(row.processes)
+    shared = (spawn.Barrier(count), spawn.Value("i", 0))
+    parts = options.part_updates if count == 1 else 0  # of processes that take turns they would say little
+    with ProcessPoolExecutor(count, spawn, initializer=join, initargs=shared) as pool:
+        futures = [pool.submit(train_all, configs, protocol, options.cache, parts) for configs in row.processes]
+    errors = [error for future in futures if (error := future.exception())]
+    if errors:
+        # Those who only waited for it say less than the one that failed.
+        first = min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))
+        return {"error": f"{type(first).__name__}: {first}"}
+    return summarize(row, [future.result() for future in futures])
+
+
+def summarize(row: Row, found: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """A row's figures of what its processes' trainings say."""
+    every = [training for process in found for training in process]
+    windows = [training["windows"] for training in every]
+    if len(found) > 1:
+        rates = common_rates(windows, len(windows[0]))
+    else:
+        together = list(zip(*windows, strict=True))
+        rates = [sum(w["targets"] for w in ws) / sum(w["seconds"] for w in ws) for ws in together]
+    add = sum if len(found) > 1 else max
+    memory = {}
+    for key in every[0]["memory"]:
+        values = [training["memory"][key] for training in every]
+        whole = key in {"total_bytes", "device_used_bytes"}
+        memory[key] = None if None in values else max(values) if whole else add(values)
+    parts = every[0]["parts_seconds"]
+    return {
+        "device": every[0]["device"],
+        "threads": every[0]["threads"],
+        "targets_per_update": sum(config.targets_per_update for configs in row.processes for config in configs),
+        "targets_per_second": median(rates) if rates else None,
+        "windows": rates,
+        "memory": memory,
+        "parts_seconds": parts and {part: median(one["parts_seconds"][part] for one in every) for part in parts},
+        "start_seconds": [training["start_seconds"] for training in every],
+        "first_update_seconds": [training["first_update_seconds"] for training in every],
+        "losses": [ws[-1]["loss"] for ws in windows],
+        "data_wait_seconds": sum(window["data_wait_seconds"] for ws in windows for window in ws),
+    }
+
+
+def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each pack's best execution beside the best of the other ways and its goals."""
+    best: dict[tuple[str, int, int], dict[str, float]] = {}
+    for row in rows:
+        if row.get("targets_per_second"):
+            ways = best.setdefault((row["preset"], row["models"], row["rows_a_model"]), {})
+            ways[row["way"]] = max(row["targets_per_second"], ways.get(row["way"], 0.0))
+    lines = []
+    for (preset, models, rows_a_model), ways in best.items():
+        line: dict[str, Any] = {"preset": preset, "models": models, "rows_a_model": rows_a_model}
+        line |= {way: round(rate) for way, rate in ways.items()}
+        over = {f"over_{way}": round(ways["packed"] / ways[way], 3) for way in WAYS[1:] if {way, "packed"} <= {*ways}}
+        goal = UNMIXED_GOAL.get((preset, models, rows_a_model))
+        lines.append(line | over | ({"goal_over_one_after_another": goal} if goal else {}))
+    return lines
+
+
+def show(row: dict[str, Any]) -> None:
+    execution = " ".join(f"{key}={value}" for key, value in row["execution"].items())
+    print(f"{row['preset']} {row['models']} x {row['rows_a_model']} rows, {row['way']}, {execution}:", end=" ")
+    if "error" in row:
+        print(row["error"].splitlines()[0], flush=True)
+        return
+    goal = GOALS.get((row["preset"], row["targets_per_update"])) if row["way"] == "packed" else None
+    memory = {key.removesuffix("_bytes"): value and round(value / 2**30, 2) for key, value in row["memory"].items()}
+    parts = {part: round(seconds * 1e3, 2) for part, seconds in (row["parts_seconds"] or {}).items()}
+    print(f"{row['targets_per_second'] or 0:,.0f} targets/s" + (f" (goal {goal:,.0f})" if goal else ""))
+    print(f"    GiB {memory}, ms {parts or 'not by part'}, first update s {max(row['first_update_seconds']):.1f}")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

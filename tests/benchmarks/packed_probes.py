@@ -1,0 +1,193 @@
+"""What a process of `packed_models.py` does: trains one configuration after the other, alone or beside other processes.
+
+All that touches the device runs in processes of that program's, so that the program itself holds none of its memory.
+"""
+
+import contextlib
+import gc
+import itertools
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+
+from tinyllm_ray.config import Config
+from tinyllm_ray.data.cache import open_cache
+from tinyllm_ray.measure.environment import devices
+from tinyllm_ray.measure.memory import peak_memory
+from tinyllm_ray.measure.windows import measure
+from tinyllm_ray.records import Protocol
+from tinyllm_ray.train.trainer import Trainer
+
+PARTS = ("forward", "backward", "norm_and_clip", "mix_and_step")
+
+_STEPS_BETWEEN_LOOKS = 5
+
+_together: Any = None
+"""The barrier of the row's processes."""
+_measured: Any = None
+"""How many of them have all their windows."""
+
+
+def join(together: Any, measured: Any) -> None:
+    """A process's first call: what it shares with those beside it."""
+    global _together, _measured
+    _together, _measured = together, measured
+
+
+def compile_only(config: Config) -> float:
+    """Seconds of the first update, which leaves its graphs in the compile cache."""
+    with _plain_errors(), Trainer(config, None) as trainer:
+        begin = time.perf_counter()
+        trainer.step()
+        trainer.synchronize()
+        return time.perf_counter() - begin
+
+
+def train_all(
+    configs: Sequence[Config], protocol: Protocol, cache: str | None, part_updates: int
+) -> list[dict[str, Any]]:
+    """What each training shows, with the device to itself but for other processes; no parts where `part_updates` is 0.
+
+    A process that fails breaks the barrier, and with it the others of its row.
+    """
+    found = []
+    with _plain_errors():
+        for config in configs:
+            found.append(_train(config, protocol, cache, part_updates))
+            torch.compiler.reset()  # one process may trace a function for eight models, not for sixteen
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+    return found
+
+
+@contextlib.contextmanager
+def _plain_errors() -> Iterator[None]:
+    """End the barrier's waiting with any error, and raise one that travels: the compiler's own do not unpickle."""
+    try:
+        yield
+    except threading.BrokenBarrierError:
+        raise
+    except Exception as error:
+        if _together is not None:
+            _together.abort()
+        traceback.print_exc()
+        raise RuntimeError(f"{type(error).__name__}: {str(error).strip()}") from None
+
+
+def _train(config: Config, protocol: Protocol, cache: str | None, part_updates: int) -> dict[str, Any]:
+    begin = time.perf_counter()
+    with Trainer(config, open_cache(cache) if cache else None) as trainer:
+        start_seconds = time.perf_counter() - begin
+        if trainer.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(trainer.device)
+
+        def warm(seconds: float) -> None:
+            if trainer.device.type == "cuda":  # what compiling took is no need of training's
+                torch.cuda.reset_peak_memory_stats(trainer.device)
+            _together.wait()
+
+        # One clock for all processes: each window's end is a timestamp on it.
+        measurement = measure(trainer, protocol, on_warm=warm, wall_clock=time.monotonic)
+        _stay_busy(trainer)
+        memory = peak_memory(trainer.device).model_dump(mode="json") | {"device_used_bytes": _device_used(trainer)}
+        _together.wait()
+        return {
+            "device": devices()[0].name,
+            "threads": trainer.threads,
+            "start_seconds": start_seconds,
+            "first_update_seconds": measurement.first_update_seconds,
+            "warmup_seconds": measurement.warmup_seconds,
+            "windows": [window.model_dump(mode="json") for window in measurement.windows],
+            "memory": memory,
+            "parts_seconds": time_parts(trainer, part_updates) if part_updates else None,
+        }
+
+
+def _stay_busy(trainer: Trainer) -> None:
+    """Go on until every process has its windows, so that none is measured with fewer beside it; then wait for all."""
+    with _measured.get_lock():
+        _measured.value += 1
+    while _measured.value < _together.parties and not _together.broken:
+        for _ in range(_STEPS_BETWEEN_LOOKS):
+            trainer.step()
+        trainer.synchronize()
+    _together.wait()
+
+
+def _device_used(trainer: Trainer) -> int | None:
+    """Bytes in use on the whole device, whoever holds them: drivers do not name processes inside containers."""
+    if trainer.device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(trainer.device)
+    return total - free
+
+
+def common_rates(timelines: Sequence[Sequence[Any]], slices: int) -> list[float]:
+    """Targets/s of all processes together, in equal slices of the time in which all were inside their windows.
+
+    A timeline is a process's windows as JSON, timestamps (their ends) on one clock; a window's targets are taken as
+    evenly spread over it. Empty where no time was common.
+    """
+    begin = max(windows[0]["timestamp"] - windows[0]["seconds"] for windows in timelines)
+    length = (min(windows[-1]["timestamp"] for windows in timelines) - begin) / slices
+    if length <= 0:
+        return []
+    rates = []
+    for low in (begin + index * length for index in range(slices)):
+        targets = 0.0
+        for window in (window for windows in timelines for window in windows):
+            end = window["timestamp"]
+            shared = min(end, low + length) - max(end - window["seconds"], low)
+            targets += max(0.0, shared) * window["targets_per_second"]
+        rates.append(targets / length)
+    return rates
+
+
+def time_parts(trainer: Trainer, updates: int) -> dict[str, float]:
+    """Mean seconds of an update's parts over updates in a row, between CUDA events on a GPU, else by the host's clock.
+
+    A part ends where the next begins, so that what the device idles is in one of them. Forward is everything before a
+    backward pass (the batch too), norm and clipping everything between the last one and the optimizer's step, which
+    mixes where models are mixed. Marks are set by the optimizer's hooks and around `torch.autograd.backward`, the call
+    by which every update passes backward.
+    """
+    marks: list[tuple[str, Any]] = []
+    cuda = trainer.device.type == "cuda"
+
+    def mark(part: str) -> None:
+        stamp: Any = time.perf_counter()
+        if cuda:
+            stamp = torch.cuda.Event(enable_timing=True)
+            stamp.record()
+        marks.append((part, stamp))
+
+    backward = torch.autograd.backward
+
+    def marked(*arguments: Any, **settings: Any) -> None:
+        mark("forward")
+        backward(*arguments, **settings)
+        mark("backward")
+
+    hooks = [
+        trainer.optimizer.register_step_pre_hook(lambda *_: mark("norm_and_clip")),
+        trainer.optimizer.register_step_post_hook(lambda *_: mark("mix_and_step")),
+    ]
+    with mock.patch.object(torch.autograd, "backward", marked):
+        trainer.step()  # the host gets ahead of the device
+        for _ in range(updates):
+            mark("between")
+            trainer.step()
+    trainer.synchronize()
+    for hook in hooks:
+        hook.remove()
+    first = next(index for index, (part, _) in enumerate(marks) if part == "between")
+    seconds = dict.fromkeys((*PARTS, "between"), 0.0)
+    for (_, begin), (part, end) in itertools.pairwise(marks[first:]):
+        seconds[part] += begin.elapsed_time(end) / 1e3 if cuda else end - begin
+    return {part: seconds[part] / updates for part in PARTS}
