@@ -2,8 +2,8 @@
 
     python tests/benchmarks/packed_models.py --preset nano --models 4 --rows 2 --updates 3 --execution cpu_threads=1
 
-does it on two CPU cores. On one H200, in one call each of under 5 minutes (`timeout 290`): the goals, the executions,
-the numbers of models. Each prepares its graphs side by side; a graph that compiles alone takes some 20 s.
+does it on two CPU cores. On one H200, each meant for a call of under 5 minutes (`timeout 290`): goals, executions,
+numbers of models. Each prepares its graphs side by side; one that compiles alone takes some 20 s.
 
     python tests/benchmarks/packed_models.py --preset packed4-20m-awc packed8-20m-awc 20m-32k --models 8 --rows 4 \\
         --execution update=compiled --prepare 8 --out goals.json
@@ -18,10 +18,12 @@ update and with its own seed. Ways, each in processes of their own:
 
 packed              the models in one process, by every --execution
 one_after_another   the same trainings, each alone on the device: all their targets by all their windows' seconds
-processes           the same trainings at once, a process each; counted while all are inside their windows
+processes           the same trainings at once, a process each, counted while all are inside their windows; without
+                    MPS a GPU takes turns between them
 alone               the yardstick: one model at the tokens that an update of all of them has, default micro-batches
 
-Mixed models are one training, so packed and alone are all they have. The real trainer runs, on the default corpus
+Mixed models are one training, so packed and alone are all they have; of --models 1 alone is all there is, and what any
+number of them reaches one after another. The real trainer runs, on the default corpus
 (--tokens synthetic: a batch that stays on the device): --warmup updates, --windows windows of --updates updates between
 two waits for the device, and --part-updates updates by their parts. Throughput is the median of the windows; starts and
 first updates (compilation) are told apart. Memory is summed over processes; device_used_bytes is the whole device's.
@@ -30,6 +32,7 @@ is measured. Rows go to FILE as they end. Goals are those of one H200.
 """
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -53,7 +56,13 @@ from tinyllm_ray.train.compile_cache import cache_variables
 from tinyllm_ray.train.recipe import solo_config
 from tinyllm_ray.yamlfile import parse_yaml
 
-WAYS = ("packed", "one_after_another", "processes", "alone")
+WAYS: dict[str, set[str]] = {
+    "packed": set(),
+    "one_after_another": {"packed_backward"},
+    "processes": {"packed_backward"},
+    "alone": {"packed_backward", "micro_batch_size"},
+}
+"""The settings of an execution that each has no use for."""
 GOALS = {("packed4-20m-awc", 131_072): 2.0e6, ("packed8-20m-awc", 131_072): 1.9e6}
 """Targets/s of a packed row, by preset and targets an update."""
 UNMIXED_GOAL = {("20m-32k", 8, 4): 2.0}
@@ -93,8 +102,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--preset", nargs="+", default=["nano"])
     parser.add_argument("--models", type=int, nargs="+", default=[8], help="of a pack, where the preset is one model")
     parser.add_argument("--rows", type=int, default=4, help="of each of those in an update")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
-    parser.add_argument("--execution", nargs="*", action="append", metavar="KEY=VALUE", help="once for each variant")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
+    parser.add_argument("--execution", nargs="*", action="append", metavar="KEY=VALUE", help="once for each one")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting, like everywhere")
     parser.add_argument("--tokens", choices=("real", "synthetic"), default="real")
     parser.add_argument("--warmup", type=int, default=10)
@@ -105,8 +114,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--compile-cache", help="folder (default: an empty one)")
     parser.add_argument("--out", type=Path, help="file for the result (default: printed only)")
     options = parser.parse_args()
-    variants = [dict(item.split("=", 1) for item in variant) for variant in options.execution or [[]]]
-    options.variants = [{key: parse_yaml(text, key) for key, text in variant.items()} for variant in variants]
+    asked = [dict(item.split("=", 1) for item in settings) for settings in options.execution or [[]]]
+    options.executions = [{key: parse_yaml(text, key) for key, text in settings.items()} for settings in asked]
     options.cache = str(default_cache()) if options.tokens == "real" else None
     return options
 
@@ -118,31 +127,34 @@ def machine() -> dict[str, Any]:
 
 
 def plan(options: argparse.Namespace) -> Iterator[Row]:
-    """Every row, each once: variants that differ in what a way has no use for are one."""
+    """Every row, each once: executions that differ in what a way has no use for are one."""
     seen = set()
     for preset in options.preset:
         base = load(preset, options.set)
         for models in [base.packing.models] if base.packing.models > 1 else options.models:
-            for way in options.ways if models > 1 else ("alone",):
-                for variant in options.variants:
-                    label = {"preset": preset, "models": models, "way": way, "execution": variant}
-                    try:
-                        config = pack(base, models, options.rows, variant)
-                        processes = trainings(config, way)
-                    except ConfigError as error:
-                        print(f"left out: {json.dumps(label)}: {error}", flush=True)
-                        continue
-                    label["rows_a_model"] = config.rows_per_model
-                    key = (preset, models, way, str(processes))
-                    if processes and key not in seen:
-                        seen.add(key)
-                        yield Row(label, processes)
+            ways = options.ways if models > 1 else ["alone"]
+            for way, asked in itertools.product(ways, options.executions):
+                execution = {key: value for key, value in asked.items() if key not in WAYS[way]}
+                label = {"preset": preset, "models": models, "way": way, "execution": execution}
+                if (name := json.dumps(label, sort_keys=True)) in seen:
+                    continue
+                seen.add(name)
+                try:
+                    config = pack(base, models, options.rows, execution)
+                    processes = trainings(config, way)
+                except ConfigError as error:
+                    print(f"left out: {name}: {error}", flush=True)
+                    continue
+                if processes:
+                    settled = {"rows_a_model": config.rows_per_model, "micro_batch_size": config.micro_batch_size}
+                    settled["packed_backward"] = config.packed_backward if way == "packed" else None
+                    yield Row(label | settled, processes)
 
 
-def pack(base: Config, models: int, rows: int, variant: dict[str, Any]) -> Config:
+def pack(base: Config, models: int, rows: int, execution: dict[str, Any]) -> Config:
     """`models` of the preset under an execution: mixed ones as they are, others at `rows` rows and a seed each."""
     values = base.model_dump(mode="json")
-    values["execution"] |= variant
+    values["execution"] |= execution
     if base.packing.models == 1:
         values["training"]["tokens_per_update"] = rows * base.model.context
         seeds = [{"seed": base.training.seed + number} for number in range(models)]
@@ -157,7 +169,6 @@ def trainings(config: Config, way: str) -> list[list[Config]]:
     if way == "alone":
         values = config.model_dump(mode="json", exclude={"packing"})
         values["training"]["tokens_per_update"] = config.targets_per_update
-        values["execution"] |= {"micro_batch_size": None, "packed_backward": None}
         return [[validate(values, "alone")]]
     if config.packing.mixed:
         return []
@@ -171,7 +182,7 @@ def prepare(rows: list[Row], options: argparse.Namespace) -> list[dict[str, Any]
     for row in rows:
         config = row.processes[0][0]  # one process's trainings share their graph, and so do processes
         if config.execution.update == "compiled":
-            firsts[str((config.model, config.execution, config.packing.models, config.batch_rows))] = row
+            firsts[str((config.model, config.execution, config.packing.models, config.micro_batch_size))] = row
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.prepare, spawn, max_tasks_per_child=1) as pool:
         futures = {pool.submit(compile_only, row.processes[0][0]): row for row in firsts.values()}
@@ -222,11 +233,14 @@ def summarize(row: Row, found: list[list[dict[str, Any]]]) -> dict[str, Any]:
         whole = key in {"total_bytes", "device_used_bytes"}
         memory[key] = None if None in values else max(values) if whole else add(values)
     parts = every[0]["parts_seconds"]
+    targets = sum(config.targets_per_update for configs in row.processes for config in configs)
+    goal = GOALS.get((row.label["preset"], targets)) if row.label["way"] == "packed" else None
     return {
         "device": every[0]["device"],
         "threads": every[0]["threads"],
-        "targets_per_update": sum(config.targets_per_update for configs in row.processes for config in configs),
+        "targets_per_update": targets,
         "targets_per_second": median(rates) if rates else None,
+        "goal_targets_per_second": goal,
         "windows": rates,
         "memory": memory,
         "parts_seconds": parts and {part: median(one["parts_seconds"][part] for one in every) for part in parts},
@@ -248,7 +262,11 @@ def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for (preset, models, rows_a_model), ways in best.items():
         line: dict[str, Any] = {"preset": preset, "models": models, "rows_a_model": rows_a_model}
         line |= {way: round(rate) for way, rate in ways.items()}
-        over = {f"over_{way}": round(ways["packed"] / ways[way], 3) for way in WAYS[1:] if {way, "packed"} <= {*ways}}
+        over = {
+            f"over_{way}": round(ways["packed"] / ways[way], 3)
+            for way in WAYS
+            if way != "packed" and {way, "packed"} <= {*ways}
+        }
         goal = UNMIXED_GOAL.get((preset, models, rows_a_model))
         lines.append(line | over | ({"goal_over_one_after_another": goal} if goal else {}))
     return lines
@@ -260,7 +278,7 @@ def show(row: dict[str, Any]) -> None:
     if "error" in row:
         print(row["error"].splitlines()[0], flush=True)
         return
-    goal = GOALS.get((row["preset"], row["targets_per_update"])) if row["way"] == "packed" else None
+    goal = row["goal_targets_per_second"]
     memory = {key.removesuffix("_bytes"): value and round(value / 2**30, 2) for key, value in row["memory"].items()}
     parts = {part: round(seconds * 1e3, 2) for part, seconds in (row["parts_seconds"] or {}).items()}
     print(f"{row['targets_per_second'] or 0:,.0f} targets/s" + (f" (goal {goal:,.0f})" if goal else ""))

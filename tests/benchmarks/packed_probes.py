@@ -59,7 +59,7 @@ def train_all(
     with _plain_errors():
         for config in configs:
             found.append(_train(config, protocol, cache, part_updates))
-            torch.compiler.reset()  # one process may trace a function for eight models, not for sixteen
+            torch.compiler.reset()  # every call looks through what was traced before, which a fresh process has not
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
