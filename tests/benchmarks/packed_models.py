@@ -2,11 +2,15 @@
 
     python tests/benchmarks/packed_models.py --preset nano --models 4 --rows 2 --updates 3 --execution cpu_threads=1
 
-does it on two CPU cores. On one H200, each meant for a call of under 5 minutes (`timeout 290`): goals, executions,
-numbers of models. Each prepares its graphs side by side; one that compiles alone takes some 20 s.
+does it on two CPU cores. On one H200, each meant for a call of under 5 minutes (`timeout 290`): goals, the same held
+against CUDA graphs (which packs do not replay), executions of packs, numbers of models. Each prepares its graphs side
+by side; one that compiles alone takes some 20 s.
 
     python tests/benchmarks/packed_models.py --preset packed4-20m-awc packed8-20m-awc 20m-32k --models 8 --rows 4 \\
         --execution update=compiled --prepare 8 --out goals.json
+    python tests/benchmarks/packed_models.py --preset 20m-32k --models 8 --rows 4 --execution update=compiled \\
+        --ways packed one_after_another processes --execution update=compiled compile_mode=reduce-overhead \\
+        --prepare 8 --out graphs.json
     python tests/benchmarks/packed_models.py --preset packed4-20m-awc packed8-20m-awc --ways packed \\
         --execution update=compiled packed_backward=at_once --execution update=compiled packed_backward=one_by_one \\
         --execution update=compiled packed_backward=at_once micro_batch_size=8 --prepare 8 --out executions.json
@@ -111,7 +115,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--windows", type=int, default=3)
     parser.add_argument("--part-updates", type=int, default=5, help="updates timed by their parts")
     parser.add_argument("--prepare", type=int, metavar="N", help="compile first, N processes side by side")
-    parser.add_argument("--compile-cache", help="folder (default: an empty one)")
+    parser.add_argument("--compile-cache", help="folder, like that of a command before (default: an empty one)")
     parser.add_argument("--out", type=Path, help="file for the result (default: printed only)")
     options = parser.parse_args()
     asked = [dict(item.split("=", 1) for item in settings) for settings in options.execution or [[]]]
@@ -132,6 +136,7 @@ def plan(options: argparse.Namespace) -> Iterator[Row]:
     for preset in options.preset:
         base = load(preset, options.set)
         for models in [base.packing.models] if base.packing.models > 1 else options.models:
+            config = pack(base, models, options.rows)
             ways = options.ways if models > 1 else ["alone"]
             for way, asked in itertools.product(ways, options.executions):
                 execution = {key: value for key, value in asked.items() if key not in WAYS[way]}
@@ -140,39 +145,39 @@ def plan(options: argparse.Namespace) -> Iterator[Row]:
                     continue
                 seen.add(name)
                 try:
-                    config = pack(base, models, options.rows, execution)
-                    processes = trainings(config, way)
+                    processes = trainings(config, way, execution)
                 except ConfigError as error:
                     print(f"left out: {name}: {error}", flush=True)
                     continue
                 if processes:
-                    settled = {"rows_a_model": config.rows_per_model, "micro_batch_size": config.micro_batch_size}
-                    settled["packed_backward"] = config.packed_backward if way == "packed" else None
+                    first = processes[0][0]
+                    settled = {"rows_a_model": config.rows_per_model, "micro_batch_size": first.micro_batch_size}
+                    settled["packed_backward"] = first.packed_backward if way == "packed" else None
                     yield Row(label | settled, processes)
 
 
-def pack(base: Config, models: int, rows: int, execution: dict[str, Any]) -> Config:
-    """`models` of the preset under an execution: mixed ones as they are, others at `rows` rows and a seed each."""
+def pack(base: Config, models: int, rows: int) -> Config:
+    """`models` of the preset: mixed ones as they are, others at `rows` rows and with a seed each."""
+    if base.packing.models > 1:
+        return base
     values = base.model_dump(mode="json")
-    values["execution"] |= execution
-    if base.packing.models == 1:
-        values["training"]["tokens_per_update"] = rows * base.model.context
-        seeds = [{"seed": base.training.seed + number} for number in range(models)]
-        values["packing"] = {"models": models, "variants": seeds if models > 1 else None}
-    return validate(values, "--execution")
+    values["training"]["tokens_per_update"] = rows * base.model.context
+    seeds = [{"seed": base.training.seed + number} for number in range(models)]
+    values["packing"] = {"models": models, "variants": seeds if models > 1 else None}
+    return validate(values, "--models")
 
 
-def trainings(config: Config, way: str) -> list[list[Config]]:
+def trainings(config: Config, way: str, execution: dict[str, Any]) -> list[list[Config]]:
     """What each process of a way trains; none where mixed models have no such way."""
     if way == "packed":
-        return [[config]]
+        return [[config.with_execution(execution)]]
     if way == "alone":
         values = config.model_dump(mode="json", exclude={"packing"})
         values["training"]["tokens_per_update"] = config.targets_per_update
-        return [[validate(values, "alone")]]
+        return [[validate(values, "alone").with_execution(execution)]]
     if config.packing.mixed:
         return []
-    solos = [solo_config(config, worker) for worker in range(config.packing.models)]
+    solos = [solo_config(config, worker).with_execution(execution) for worker in range(config.packing.models)]
     return [solos] if way == "one_after_another" else [[solo] for solo in solos]
 
 
