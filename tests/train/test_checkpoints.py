@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_states import CACHE, Training, equal
+from checkpoint_states import CACHE, Training
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinyllm_ray.config import Config
 from tinyllm_ray.errors import ConfigError
-from tinyllm_ray.train.checkpoints import find_checkpoint, find_weights, prune, save_checkpoint
+from tinyllm_ray.train.checkpoints import find_checkpoint, prune, save_checkpoint
 from tinyllm_ray.train.manifest import DamagedError
-from tinyllm_ray.train.weights import load_weights
 
 MakeConfig = Callable[..., Config]
 Save = Callable[[int], Path]
@@ -122,16 +121,6 @@ class TestFind:
         for name in ("step-9", "step-00000009.bak", ".step-00000009.writing-0123456789abcdef", "latest"):
             shutil.copytree(path, tmp_path / "checkpoints" / name)
         assert find_checkpoint(tmp_path).step == 4
-
-    def test_weights_are_found_in_a_run_in_a_checkpoint_and_as_a_file(
-        self, save: Save, tmp_path: Path, config: Config, trained: Training
-    ) -> None:
-        path = save(4)
-        lone = Path(shutil.copy(path / "model.safetensors", tmp_path / "lone.safetensors"))
-        assert find_weights(tmp_path) == find_weights(path) == path / "model.safetensors"
-        other = Training(config, updates=0, seed=2)
-        load_weights(other.model, find_weights(lone))
-        assert equal(other.weights(), trained.weights())
 
 
 class TestSaveAgain:

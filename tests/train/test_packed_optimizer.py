@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 from tinyllm_ray.sections import OptimizerConfig, Scheme
 from tinyllm_ray.train.optimizer import set_learning_rate
-from tinyllm_ray.train.packed_optimizer import Mixing, PackedAdamW, build_packed_optimizer, clip_gradients_per_model
+from tinyllm_ray.train.packed_optimizer import Mixing, PackedAdamW, build_packed_optimizer, clip_scales, gradient_norms
 
 MODELS = 3
 SHAPES = ((5, 4), (4,), (2, 4))
@@ -182,6 +183,17 @@ def test_state_goes_through_a_file_and_stays_shared(tmp_path: Any) -> None:
     assert [state["step"].tolist() for state in resumed.state.values()] == [[1, 4, 3]] * len(weights)
 
 
+def clip(weights: Iterable[nn.Parameter], limit: float | None) -> torch.Tensor:
+    """Scale gradients as an update does, in place; the norms before that."""
+    weights = list(weights)
+    norms = gradient_norms(weights)
+    scales = clip_scales(norms, limit)
+    for weight in weights:
+        if scales is not None and weight.grad is not None:
+            weight.grad.mul_(scales.view(-1, *[1] * (weight.ndim - 1)))
+    return norms
+
+
 class TestClip:
     @staticmethod
     def weights() -> list[nn.Parameter]:
@@ -198,7 +210,7 @@ class TestClip:
         self, limit: float | None, scales: tuple[float, float]
     ) -> None:
         weights = self.weights()
-        norms = clip_gradients_per_model(iter(weights), limit)
+        norms = clip(iter(weights), limit)
         assert norms.tolist() == pytest.approx([5.0, 0.5, 0.0])
         matrix, scale = (weight.grad for weight in weights)
         assert matrix is not None
@@ -212,7 +224,7 @@ class TestClip:
         weights = self.weights()
         assert weights[0].grad is not None
         weights[0].grad[0, 0, 0] = value
-        norms = clip_gradients_per_model(weights, limit)
+        norms = clip(weights, limit)
         assert norms.isfinite().tolist() == [False, True, True]
         assert weights[0].grad[1:].isfinite().all()
 
@@ -226,7 +238,7 @@ class TestClip:
                 assert packed.grad is not None
                 weight.grad = packed.grad[worker].clone()
             expected.append(torch.nn.utils.clip_grad_norm_(solo, 0.5))
-        torch.testing.assert_close(clip_gradients_per_model(weights, 0.5), torch.stack(expected))
+        torch.testing.assert_close(clip(weights, 0.5), torch.stack(expected))
         for worker, solo in enumerate(solos):
             for weight, packed in zip(solo, weights, strict=True):
                 assert packed.grad is not None

@@ -105,13 +105,6 @@ def find_checkpoint(source: Path) -> Checkpoint:
     raise ConfigError(f"{folder}: no intact checkpoint: " + ("; ".join(damaged.values()) or "there is none"))
 
 
-def find_weights(source: Path) -> Path:
-    """The weights' file of what `find_checkpoint` finds; `source` may also be such a file. Raises ConfigError."""
-    if source.suffix == ".safetensors" and not source.is_dir():
-        return source
-    return find_checkpoint(source).weights_path()
-
-
 def prune(run: Path, keep: int | None, always: Collection[int] = (), trusted: Collection[int] = ()) -> list[int]:
     """Remove the checkpoints that are older than the newest `keep` intact ones; the steps that went, newest first.
 

@@ -169,18 +169,3 @@ def gradient_norms(weights: Iterable[nn.Parameter]) -> torch.Tensor:
 def clip_scales(norms: torch.Tensor, limit: float | None) -> torch.Tensor | None:
     """What each model's gradients are multiplied by for a norm of at most `limit`, as `clip_grad_norm_` does; [N]."""
     return None if limit is None else (limit / (norms + 1e-6)).clamp(max=1.0)  # PyTorch's guard against a norm of zero
-
-
-def clip_gradients_per_model(weights: Iterable[nn.Parameter], limit: float | None) -> torch.Tensor:
-    """Scale each model's gradients to a norm of at most `limit`; the norms before that, [N], on the device.
-
-    A norm that is not finite spoils the gradients of its own model and no other's.
-    """
-    weights = list(weights)
-    norms = gradient_norms(weights)
-    scales = clip_scales(norms, limit)
-    if scales is not None:
-        for weight in weights:
-            if weight.grad is not None:
-                weight.grad.mul_(scales.view(-1, *[1] * (weight.ndim - 1)))
-    return norms
