@@ -41,13 +41,13 @@ def exit_status(command: Callable[[], int]) -> int:
     try:
         return command()
     except KeyboardInterrupt:
-        print("ended by SIGINT", file=sys.stderr)
+        say("ended by SIGINT", sys.stderr)
         return EXIT_SIGINT
     except TinyllmRayError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", sys.stderr)
         return error.exit_status
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
-        print(f"error: {str(error.filename)[:60]}...: this name is longer than a file's may be", file=sys.stderr)
+        say(f"error: {str(error.filename)[:60]}...: this name is longer than a file's may be", sys.stderr)
         return EXIT_USER

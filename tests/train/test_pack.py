@@ -154,9 +154,7 @@ class TestApart:
                 assert said.loss.isfinite().tolist() == [True, False, True, True]
                 for worker in (0, 2, 3):
                     assert said.loss[worker] == expected.loss[worker]
-                loss, norm = harmed.read()
-                assert loss == pytest.approx(expected.loss[[0, 2, 3]].mean().item(), rel=1e-6)
-                assert norm == pytest.approx(expected.grad_norm[[0, 2, 3]].mean().item(), rel=1e-6)
+                assert all(map(math.isnan, harmed.read())), "what harms one model is not to be believed"
             for worker in (0, 2, 3):
                 for name, weight in pack_of(whole).worker_weights(worker).items():
                     assert torch.equal(pack_of(harmed).worker_weights(worker)[name], weight), name

@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache
+from tinyllm_ray.train import packed_update
 from tinyllm_ray.train.__main__ import main
 from tinyllm_ray.train.checkpoints import find_checkpoint
-from tinyllm_ray.train.recipe import solo_config
+from tinyllm_ray.train.recipe import learning_rate, solo_config
 
 MakeConfig = Callable[..., Config]
 
@@ -143,7 +144,13 @@ class TestApart:
         losses = read_json(run / "result.json")["validation"]["losses"]
         assert f'"loss": {losses[1]}' in capsys.readouterr().out
 
-    def test_a_model_that_goes_non_finite_stops_alone(self, tiny: MakeConfig, apart: Config, tmp_path: Path) -> None:
+    def test_every_line_has_the_rates_that_models_had(self, run: Path, apart: Config) -> None:
+        line = metrics_of(run)[3]
+        assert line["lrs"] == pytest.approx([learning_rate(solo_config(apart, model), 3) for model in range(3)])
+
+    def test_a_model_that_goes_non_finite_stops_alone(
+        self, apart: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         broken = apart.model_dump(mode="json")
         broken["packing"]["variants"][1]["peak_learning_rate"] = 1e20
         out, whole = tmp_path / "run", tmp_path / "whole"
@@ -151,11 +158,19 @@ class TestApart:
         assert train(apart, whole) == 0
         result = read_json(out / "result.json")
         assert result["status"] == "complete"
+        printed = capsys.readouterr()
+        assert "model 1 stopped at update" in printed.err
+        assert "micro-batch" in printed.err
+        assert "model 1 stopped at update" in printed.out
         (model, update), *others = result["stopped"].items()
         assert (model, others) == ("1", [])
         last = metrics_of(out)[-1]
         assert (last["losses"][1], last["step"]) == (None, 12)
         assert update <= 12
+        assert last["grad_norms"][1] is None
+        assert last["loss"] == pytest.approx(np.mean([last["losses"][0], last["losses"][2]]))
+        losses = result["validation"]["losses"]
+        assert result["validation"]["loss"] == pytest.approx(np.mean([losses[0], losses[2]]))
         for kept in (0, 2):
             name = f"workers/{kept:02}/model.safetensors"
             assert_equal({name: weights_of(out)[name]}, {name: weights_of(whole)[name]})
@@ -171,3 +186,40 @@ def test_where_models_mix_one_fault_stops_all(tiny: MakeConfig, mixed: Config, t
     assert result["fault"]["update"] == result["step"] + 1
     assert "micro-batch" in result["fault"]["where"]
     assert all(weight.isfinite().all() for weights in weights_of(out).values() for weight in weights.values())
+
+
+@pytest.mark.parametrize("packing", [{"models": 2, "topology": "complete", "scheme": "atc"}, {"models": 2}])
+def test_a_fault_of_the_execution_can_be_gone_on_from(
+    tiny: MakeConfig, tiny_cache: TokenCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: dict[str, Any]
+) -> None:
+    """A checkpoint from before the fault holds nothing of it."""
+    config = tiny(training=TRAINING, packing=packing, data={"cache": str(tiny_cache.folder)})
+    out, whole = tmp_path / "run", tmp_path / "whole"
+    norms = packed_update.gradient_norms
+    updates = []
+
+    def broken_at_update_5(weights: Any) -> torch.Tensor:
+        updates.append(None)
+        found: torch.Tensor = norms(weights)
+        return found * float("nan") if len(updates) == 5 else found
+
+    monkeypatch.setattr(packed_update, "gradient_norms", broken_at_update_5)
+    assert train(config, out) == 3
+    result = read_json(out / "result.json")
+    assert (result["step"], result["fault"]["update"], result["stopped"]) == (4, 5, None)
+    assert "model 0: finite when done again" in result["fault"]["where"]
+    monkeypatch.undo()
+    assert train(config, out, "--resume") == 0
+    assert train(config, whole) == 0
+    assert_equal(weights_of(out), weights_of(whole))
+
+
+def test_all_that_go_non_finite_are_named_once_more_when_gone_on_with(apart: Config, tmp_path: Path) -> None:
+    values = apart.model_dump(mode="json")
+    for variant in values["packing"]["variants"]:
+        variant["peak_learning_rate"] = 1e20
+    out = tmp_path / "run"
+    assert train(Config.model_validate(values), out) == 3
+    fault = read_json(out / "result.json")["fault"]
+    assert train(Config.model_validate(values), out, "--resume") == 3
+    assert read_json(out / "result.json")["fault"]["update"] == fault["update"]

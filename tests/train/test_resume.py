@@ -234,6 +234,20 @@ class TestCameToHarm:
         assert train(recipe, out, "--resume") == 0
         assert learned(out) == learned(unbroken)
 
+    def test_a_last_checkpoint_that_was_not_written_is_written_then(
+        self, recipe: str, unbroken: Path, tmp_path: Path
+    ) -> None:
+        out = tmp_path / "run"
+        assert train(recipe, out, "--stop-at", "30") == 0
+        (out / "checkpoints").rename(out / "kept")
+        (out / "checkpoints").write_text("no folder")
+        shutil.copytree(out / "kept", tmp_path / "other" / "checkpoints")
+        assert train(recipe, out, "--resume", str(tmp_path / "other")) == 1
+        (out / "checkpoints").unlink()
+        (out / "kept").rename(out / "checkpoints")
+        assert train(recipe, out, "--resume") == 0
+        assert learned(out) == learned(unbroken)
+
     def test_two_at_a_time_are_one_too_many(
         self, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -185,13 +185,16 @@ def test_twice_the_same_at_once_is_one_wish(
     assert read_json(out / "result.json")["step"] == find_checkpoint(out).step
 
 
+@pytest.mark.parametrize("lines", [0, 2])
 def test_a_reader_that_goes_away_ends_no_training(
-    tiny: MakeConfig, tiny_cache: TokenCache, out: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: MakeConfig, tiny_cache: TokenCache, out: Path, monkeypatch: pytest.MonkeyPatch, lines: int
 ) -> None:
     config = tiny(training={"token_budget": 128 * 10**6}, data={"cache": str(tiny_cache.folder)})
     process = start(config, out, monkeypatch)
     assert process.stdout is not None
     assert process.stderr is not None
+    for _ in range(lines):
+        process.stderr.readline()
     process.stdout.close()
     process.stderr.close()
     wait(process, out, training)

@@ -144,6 +144,8 @@ def _say_end(out: Path) -> None:
     how = f"{result['status']} after {result['step']} updates"
     if result["validation"]:
         how += f", validation loss {result['validation']['loss']:.4f}"
+    for model, update in (result["stopped"] or {}).items():
+        how += f"; model {model} stopped at update {update}, not finite"
     if result["fault"]:
         how += f": {result['fault']['where']}"
     say(f"{how}; {out / 'result.json'} holds the result, {out / 'metrics.jsonl'} the curve")
@@ -158,6 +160,8 @@ def _is_complete(options: argparse.Namespace, config: "Config", cache: "TokenCac
     complete = result.get("status") == "complete" and result.get("step", 0) >= run_updates(config)
     if not complete or identities != (config.recipe_identity, cache.identity):
         return False
+    if config.output.checkpoint != "none" and not (options.out / f"checkpoints/step-{result['step']:08d}").exists():
+        return False  # its last checkpoint could not be written: the one before it leads there again
     say(f"{options.out} is complete: {result['step']} updates, validation loss {result['validation']['loss']:.4f}")
     return True
 

@@ -27,7 +27,8 @@ def explain_fault(trainer: Trainer, cache: TokenCache | None, update: int, model
     except Exception as error:  # whatever it is, the run's own end matters more
         first_line = (str(error).strip().splitlines() or [""])[0]
         found = f"could not be done again eagerly: {type(error).__name__}: {first_line}"
-    return f"update {update + 1}: {found}"
+    name = f"model {model}: " if trainer.config.packing.models > 1 else ""
+    return f"update {update + 1}: {name}{found}"
 
 
 def _recompute(trainer: Trainer, cache: TokenCache | None, update: int, number: int) -> str:

@@ -74,6 +74,10 @@ class PackedAdamW(torch.optim.Optimizer):
         """From here on the models of `which`, bool [N], stay as they are; nothing is read from the device."""
         self.stopped.logical_or_(which)
 
+    def go_on(self, models: Sequence[int]) -> None:
+        """Take back that `models` were stopped: a checkpoint from before their fault is to hold nothing of it."""
+        self.stopped[list(models)] = False
+
     @torch.no_grad()
     def step(  # type: ignore[override]
         self, closure: None = None, *, gradient_scale: torch.Tensor | None = None, mixing: Mixing | None = None

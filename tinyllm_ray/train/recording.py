@@ -6,6 +6,7 @@ A full disk or a removed folder stops no training: lines wait in memory, and eve
 import contextlib
 import json
 import logging
+import math
 import shutil
 import sys
 from collections.abc import Iterable
@@ -15,6 +16,8 @@ from typing import Any
 from tinyllm_ray import journal
 from tinyllm_ray.command import say
 from tinyllm_ray.train.event_files import EventFiles
+from tinyllm_ray.train.state import RunState
+from tinyllm_ray.train.validation import Evaluated
 
 log = logging.getLogger(__name__)
 
@@ -96,8 +99,17 @@ class Recording:
             for entry in entries:
                 self._events.add(entry["step"], _scalars(entry))
 
-    def evaluation(self, entry: dict[str, Any]) -> None:
-        """A line an evaluation."""
+    def evaluations(self, state: RunState, split: str, found: list[Evaluated]) -> None:
+        """A line a model that was evaluated, but for losses that are not finite."""
+        for model, each in enumerate(found):
+            if math.isfinite(each.loss):
+                entry = {"step": state.step, "epoch": state.epochs, "split": split, **each._asdict()}
+                self._evaluation(entry if len(found) == 1 else {**entry, "model": model})
+
+    def _evaluation(self, entry: dict[str, Any]) -> None:
+        name = f" of model {entry['model']}" if "model" in entry else ""
+        line = "update %(step)d, epoch %(epoch)d: %(split)s loss %(loss).4f over %(targets)d targets"
+        log.info(line + name, entry)
         self._write(self._evaluations, [entry])
         if self._events is not None:
             model = f"/{entry['model']}" if "model" in entry else ""

@@ -39,21 +39,27 @@ def build_result(trainer: Trainer, cache: TokenCache, state: RunState) -> dict[s
     )
 
 
-def best_of(state: RunState, model: int, loss: float) -> dict[str, Any] | None:
-    """A model's best evaluation, after one that found `loss`."""
-    before = state.bests[model] if state.bests else state.best
-    if not math.isfinite(loss) or (before is not None and before["loss"] <= loss):
-        return before
-    return {"loss": loss, "epoch": state.epochs, "step": state.step}
+def note_bests(state: RunState, losses: list[float]) -> None:
+    """Keep the best evaluation of each model that was evaluated, after one that found `losses`."""
+    bests = list(state.bests) or [state.best] * len(losses)
+    for model, loss in enumerate(losses):
+        best = bests[model]
+        if math.isfinite(loss) and (best is None or loss < best["loss"]):
+            bests[model] = {"loss": loss, "epoch": state.epochs, "step": state.step}
+    if len(losses) == 1:
+        state.best = bests[0]
+    else:
+        state.bests = bests
 
 
-def describe_validation(found: list[Evaluated]) -> dict[str, Any]:
+def describe_validation(found: list[Evaluated], state: RunState) -> dict[str, Any]:
     """What result.json holds of the evaluation of the whole split.
 
-    Of a pack whose models are not mixed, `loss` is the mean of those that are finite and `losses` has each.
+    Of a pack whose models are not mixed, `losses` has each and `loss` is the mean of those that went on to the end.
     """
     losses = [each.loss if math.isfinite(each.loss) else None for each in found]
-    loss = fmean(loss for loss in losses if loss is not None)
+    living = [loss for model, loss in enumerate(losses) if loss is not None and str(model) not in state.stopped]
+    loss = fmean(living or [loss for loss in losses if loss is not None])
     return {
         "loss": loss,
         "perplexity": perplexity(loss),

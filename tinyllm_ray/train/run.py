@@ -7,6 +7,7 @@ update), `evaluations.jsonl`, `best.json` and `checkpoints/` as it goes; `result
 import dataclasses
 import logging
 import math
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from tinyllm_ray.clock import Clock
+from tinyllm_ray.command import say
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.errors import EXIT_DONE, EXIT_NO_RESULT, TinyllmRayError
@@ -24,17 +26,18 @@ from tinyllm_ray.train.checkpoint import Checkpoint
 from tinyllm_ray.train.diagnosis import explain_fault
 from tinyllm_ray.train.folder import RESULT, begin_result, left_at_start, lock_folder, writable
 from tinyllm_ray.train.interruption import Interruption
+from tinyllm_ray.train.packed_optimizer import PackedAdamW
 from tinyllm_ray.train.progress import OnProgress, Progress, Starting
 from tinyllm_ray.train.recipe import epoch_ends, run_updates
 from tinyllm_ray.train.recording import Recording
-from tinyllm_ray.train.result import best_of, build_result, describe_validation, failed_result
+from tinyllm_ray.train.result import build_result, describe_validation, failed_result, note_bests
 from tinyllm_ray.train.saving import Saving
 from tinyllm_ray.train.stages import Stages
 from tinyllm_ray.train.state import RunState
 from tinyllm_ray.train.tally import tally
 from tinyllm_ray.train.trainer import Trainer
 from tinyllm_ray.train.update import Statistics
-from tinyllm_ray.train.validation import Evaluated, Validation
+from tinyllm_ray.train.validation import Validation
 
 log = logging.getLogger(__name__)
 
@@ -105,8 +108,8 @@ class Run:
                 self._interruption.leave = lambda number: None
 
     def _execute(self) -> int:
-        write, collect = self._recording.write_json, collect_environment
-        environment = threading.Thread(target=lambda: write("environment.json", collect()), daemon=True)
+        write = self._recording.write_json
+        environment = threading.Thread(target=lambda: write("environment.json", collect_environment()), daemon=True)
         with Trainer(self._config, self._cache, updates=self._start) as trainer:
             self._stages.end("run_metadata", **trainer.stage_seconds)
             if self._checkpoint is not None:
@@ -200,12 +203,17 @@ class Run:
             state.training_targets += targets
             self._most_pending = max(1, min(_MOST_PENDING_UPDATES, int(_MOST_PENDING_SECONDS * len(values) / seconds)))
         self._note_seconds(trainer)
+        before = dict(state.stopped)
         lines, broken = tally(self._config, state, values, targets / seconds)
         self._pending.clear()
         self._recording.metrics(lines)
+        for model in state.stopped.keys() - before.keys():
+            self._note_stop(int(model), explain_fault(trainer, self._cache, state.stopped[model] - 1, int(model)))
         if broken is not None:
             where = explain_fault(trainer, self._cache, state.step, broken.models[0])
             self._fail(state.step + 1, broken.losses, where, broken.grad_norms)
+            if isinstance(trainer.optimizer, PackedAdamW):
+                trainer.optimizer.go_on(range(len(broken.losses)) if self._config.packing.mixed else broken.models)
         if state.loss is not None:
             self._on_progress(Progress(state.step, self._total, state.loss, targets / seconds))
 
@@ -223,6 +231,11 @@ class Run:
         log.error("update %d: loss %s, gradient norm %s: %s", update, loss, norm, where)
         self._fault = {"update": update, "loss": loss, "grad_norm": norm, "where": where}
 
+    def _note_stop(self, model: int, where: str) -> None:
+        line = f"model {model} stopped at update {self._state.stopped[str(model)]}: {where}"
+        log.error(line)
+        say(line, sys.stderr)
+
     def _evaluate_subset(self) -> None:
         state = self._state
         found = self._validation.subset()
@@ -235,23 +248,13 @@ class Run:
             where = "the validation subset, with the weights that the update left"
             self._fail(state.step, [each.loss for each in found], where)
             return
-        self._record("subset", found)
-        bests = [best_of(state, model, each.loss) for model, each in enumerate(found)]
-        if len(found) == 1:
-            state.best = bests[0]
-        else:
-            state.bests = bests
-        self._recording.write_json("best.json", state.best or state.bests)
-
-    def _record(self, split: str, found: list[Evaluated]) -> None:
         for model, each in enumerate(found):
-            if not math.isfinite(each.loss):
-                continue
-            entry = {"step": self._state.step, "epoch": self._state.epochs, "split": split, **each._asdict()}
-            if len(found) > 1:
-                entry["model"] = model
-            log.info("update %(step)d, epoch %(epoch)d: %(split)s loss %(loss).4f over %(targets)d targets", entry)
-            self._recording.evaluation(entry)
+            if not math.isfinite(each.loss) and str(model) not in state.stopped:
+                state.stopped[str(model)] = state.step
+                self._note_stop(model, "the validation subset, with the weights that the update left")
+        self._recording.evaluations(state, "subset", found)
+        note_bests(state, [each.loss for each in found])
+        self._recording.write_json("best.json", state.best or state.bests)
 
     def _finish(self, trainer: Trainer) -> int:
         """Save what the policy promises, validate, write the result; the exit status."""
@@ -289,8 +292,8 @@ class Run:
         if not any(math.isfinite(each.loss) for each in found):
             self._fail(self._state.step, [each.loss for each in found], "the validation split")
             return None
-        self._record("validation", found)
-        return describe_validation(found)
+        self._recording.evaluations(self._state, "validation", found)
+        return describe_validation(found, self._state)
 
     def _write_result(self, result: dict[str, Any]) -> bool:
         return self._recording.write_json(RESULT, result)

@@ -14,10 +14,17 @@ from tinyllm_ray.train.progress import Evaluating, Event, OnProgress, Progress, 
 _SECONDS_A_LINE = 10.0
 
 
+class PipeConsole(Console):
+    """A console that raises BrokenPipeError where its reader is gone, as every stream does; rich ends the process."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # noqa: PLE0704: rich calls this where it handles the error
+
+
 @contextmanager
 def progress_line(console: Console | None = None, clock: Clock = time.monotonic) -> Iterator[OnProgress]:
     """A function to call with every event; it draws on `console`, standard error unless another is given."""
-    console = console or Console(stderr=True)
+    console = console or PipeConsole(stderr=True)
     if not console.is_terminal:
         yield _unless_closed(_Lines(console, clock))
         return

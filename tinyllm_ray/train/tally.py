@@ -1,6 +1,5 @@
 """What read-back statistics say: a metrics line an update, and which models stopped because they went non-finite."""
 
-import logging
 import math
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -8,8 +7,6 @@ from typing import Any, NamedTuple
 from tinyllm_ray.config import Config
 from tinyllm_ray.train.recipe import learning_rate
 from tinyllm_ray.train.state import RunState
-
-log = logging.getLogger(__name__)
 
 Values = float | list[float]
 """Of one model, or of each model of a pack."""
@@ -40,16 +37,18 @@ def tally(
             for model, pair in enumerate(zip(losses, norms, strict=True))
             if not all(map(math.isfinite, pair)) and str(model) not in state.stopped
         ]
-        alone = len(losses) > 1 and not config.packing.mixed
-        if broken and alone:
-            state.stopped |= {str(model): state.step + 1 for model in broken}
-            log.error("update %d: models %s went non-finite and stay as they were", state.step + 1, broken)
-        if len(state.stopped) == len(losses) or (broken and not alone):
+        apart = len(losses) > 1 and not config.packing.mixed
+        if broken and (not apart or len(state.stopped) + len(broken) == len(losses)):
             return lines, NonFinite(losses, norms, broken)
+        state.stopped |= {str(model): state.step + 1 for model in broken}
         living = [model for model in range(len(losses)) if str(model) not in state.stopped]
         line = _line(config, state, fmean(losses[m] for m in living), fmean(norms[m] for m in living), rate)
         if len(losses) > 1:
-            line |= {"losses": list(map(_known, losses)), "grad_norms": list(map(_known, norms))}
+            alive = [model in living for model in range(len(losses))]
+            line["losses"] = [loss if alive[model] else None for model, loss in enumerate(losses)]
+            line["grad_norms"] = [norm if alive[model] else None for model, norm in enumerate(norms)]
+        if config.packing.variants is not None:
+            line["lrs"] = _rates(config, line["lr"])
         lines.append(line)
         state.step, state.loss = state.step + 1, line["loss"]
     return lines, None
@@ -72,5 +71,7 @@ def _each(value: Values) -> list[float]:
     return value if isinstance(value, list) else [value]
 
 
-def _known(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _rates(config: Config, rate: float) -> list[float]:
+    """Each model's learning rate where the recipe's is `rate`: the same schedule on a peak of its own."""
+    peak = config.optimizer.peak_learning_rate
+    return [rate / peak * (own.peak_learning_rate or peak) for own in config.packing.each]

@@ -115,10 +115,10 @@ class Trainer:
             torch.cuda.synchronize(self.device)
 
     def read(self) -> tuple[float, float]:
-        """Loss and gradient norm of the last update; of a pack the means over its models that are still finite."""
+        """Loss and gradient norm of the last update; of a pack the means over its models."""
         if self._last is None:
             return math.nan, math.nan
-        return _mean_of_finite(self._last.loss), _mean_of_finite(self._last.grad_norm)
+        return _mean(self._last.loss), _mean(self._last.grad_norm)
 
 
 class Solo:
@@ -184,6 +184,6 @@ def _build_feed(
     return device_feed(loader, rows, device)
 
 
-def _mean_of_finite(values: torch.Tensor) -> float:
-    """A scalar as it is; of [N] the mean of the finite ones, nan where there is none."""
-    return float(values) if values.ndim == 0 else float(values[values.isfinite()].mean())
+def _mean(values: torch.Tensor) -> float:
+    """A scalar as it is; of [N] the mean, which is nan where one is: an execution that harms one model is no better."""
+    return float(values.mean())

@@ -1,5 +1,6 @@
 """What a person sees of a running study: a live table in a terminal, plain lines elsewhere. All on standard error."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -111,8 +112,9 @@ class LiveTable:
 
 
 def say(console: Console, text: str) -> None:
-    """One line as it is, whatever the width."""
-    console.print(text, soft_wrap=True, markup=False, highlight=False)
+    """One line as it is, whatever the width; a reader that is gone ends no study."""
+    with contextlib.suppress(BrokenPipeError):
+        console.print(text, soft_wrap=True, markup=False, highlight=False)
 
 
 def open_display(console: Console, look: Callable[[], View]) -> AbstractContextManager[Display]:

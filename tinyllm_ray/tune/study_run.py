@@ -20,6 +20,7 @@ from tinyllm_ray.search.fitting import FittedSpace, fit_space
 from tinyllm_ray.search.study import Study
 from tinyllm_ray.train.compile_cache import compile_cache_folder
 from tinyllm_ray.train.recipe import check_fits
+from tinyllm_ray.train.show import PipeConsole
 from tinyllm_ray.tune.driver import StudyDriver
 from tinyllm_ray.tune.folder import CANDIDATES, Definition, Earlier, begin_study, open_folder
 from tinyllm_ray.tune.live import say
@@ -66,7 +67,7 @@ def _run_on_ray(
     from tinyllm_ray.cluster.connect import connect
     from tinyllm_ray.cluster.trials import resources
 
-    console = Console(stderr=True)
+    console = PipeConsole(stderr=True)
     say(console, f"budget {request.budget}; starting Ray")
     with connect(request.address) as connection, _claim_machine(console, connection) as alone:
         say(console, _describe(connection))
