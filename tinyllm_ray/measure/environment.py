@@ -168,17 +168,13 @@ def _versions() -> dict[str, str | None]:
 
 
 def _cuda_version() -> str | None:
-    """What torch was built for; from torch's version file, whose execution does not import torch.
-
-    Not by `runpy`, which changes sys.argv and sys.modules on the way: a thread may ask while another one imports.
-    """
+    """What torch was built for, from its version file; not by `runpy`, which changes sys.argv under other threads."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
-    version: dict[str, Any] = {}
+    version: dict[str, str | None] = {}
     exec(Path(spec.origin).with_name("version.py").read_text(encoding="utf-8"), version)
-    cuda: str | None = version.get("cuda")
-    return cuda
+    return version.get("cuda")
 
 
 def _cudnn_version() -> str | None:
