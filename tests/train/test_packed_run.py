@@ -125,6 +125,17 @@ class TestApart:
         evaluated = [line["loss"] for line in lines_of(run / "evaluations.jsonl") if line["model"] == model]
         assert evaluated == pytest.approx([line["loss"] for line in lines_of(alone / "evaluations.jsonl")], rel=1e-5)
 
+    @pytest.mark.parametrize(
+        ("variants", "said"), [(None, True), ([{"seed": 1}, {"seed": 1}], True), ([{}, {"seed": 1}], False)]
+    )
+    def test_equal_runs_are_pointed_out(
+        self, apart: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str], variants: Any, said: bool
+    ) -> None:
+        values = apart.model_dump(mode="json")
+        values["packing"] |= {"models": 2, "variants": variants}
+        assert train(Config.model_validate(values), tmp_path / "run", "--stop-at", "1") == 0
+        assert ("equal runs" in capsys.readouterr().err) == said
+
     def test_counts_the_targets_of_all(self, run: Path) -> None:
         result = read_json(run / "result.json")
         assert (result["tokens"], result["step"]) == (3 * 12 * 128, 12)

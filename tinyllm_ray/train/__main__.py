@@ -102,7 +102,7 @@ def _run(options: argparse.Namespace, interruption: Interruption, stages: Stages
         from tinyllm_ray.data.cache import open_cache
         from tinyllm_ray.data.prepare import default_cache
         from tinyllm_ray.train.ahead import import_compiler, warm_device
-        from tinyllm_ray.train.recipe import check_fits, check_validation, describe_passes
+        from tinyllm_ray.train.recipe import check_fits, check_validation, describe_equal_runs, describe_passes
         from tinyllm_ray.train.run import Run
         from tinyllm_ray.train.show import progress_line
         from tinyllm_ray.train.trainer import choose_device
@@ -122,8 +122,9 @@ def _run(options: argparse.Namespace, interruption: Interruption, stages: Stages
         import_compiler(config)
         warm.result()
         stages.end("compiler_and_device")
-    if passes := describe_passes(config, cache):
-        say(passes, sys.stderr)
+    for line in (describe_passes(config, cache), describe_equal_runs(config)):
+        if line is not None:
+            say(line, sys.stderr)
     with progress_line() as on_progress:
         status = Run(
             config,

@@ -124,6 +124,14 @@ def describe_passes(config: Config, cache: TokenCache) -> str | None:
     )
 
 
+def describe_equal_runs(config: Config) -> str | None:
+    """A line for people where a pack trains the same run several times; None where it does not."""
+    packing = config.packing
+    if packing.mixed or len({own.model_dump_json() for own in packing.each}) == packing.models:
+        return None
+    return "packing.models: some of the models are equal runs; tell them apart by packing.variants, like {seed: 1}"
+
+
 def learning_rate(config: Config, update: int) -> float:
     """Learning rate of update `update` (0-based): linear warm-up to the peak, then down to the final fraction of it.
 

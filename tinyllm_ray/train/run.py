@@ -228,6 +228,7 @@ class Run:
     def _fail(self, update: int, losses: list[float], where: str, grad_norms: Sequence[float] = ()) -> None:
         """Note what went non-finite, as text, since JSON has no such numbers."""
         loss, norm = (", ".join(map(str, values)) or None for values in (losses, grad_norms))
+        where = where.removeprefix(f"update {update}: ")
         log.error("update %d: loss %s, gradient norm %s: %s", update, loss, norm, where)
         self._fault = {"update": update, "loss": loss, "grad_norm": norm, "where": where}
 
