@@ -42,7 +42,8 @@ class TestParameters:
         config = load(preset).model
         with torch.device("meta"):
             model = Llama(config)
-        assert sum(weight.numel() for weight in model.parameters()) == config.parameters == PARAMETERS[preset]
+        one_model = PARAMETERS["20m" if preset.startswith("packed") else preset]
+        assert sum(weight.numel() for weight in model.parameters()) == config.parameters == one_model
 
     def test_another_shape_counts_as_its_module_does(self) -> None:
         assert sum(weight.numel() for weight in double_model().parameters()) == SHAPE.parameters
