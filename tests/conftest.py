@@ -1,6 +1,7 @@
 """Which tests run (`slow` with --slow only, `gpu` where there is a CUDA device only), and what they share."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,13 @@ from command_line import TINY_RECIPE, TINY_SPACE, Finished, RunModule
 from small_caches import MakeCache, write_cache
 
 from tinyllm_ray.data.cache import TokenCache
+
+
+def pytest_configure() -> None:
+    """A shell has its background jobs ignore these two, and what the tests start would inherit that."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from signal import SIG_DFL, SIGHUP, SIGINT, SIGKILL, SIGTERM, SIGUSR1, Signals, signal
+from signal import SIGINT, SIGKILL, SIGTERM, SIGUSR1, Signals
 
 import numpy as np
 import pytest
@@ -45,11 +45,7 @@ def start(config: Config, out: Path, monkeypatch: pytest.MonkeyPatch, *arguments
     recipe = out.parent / "recipe.yaml"
     recipe.write_text(config.to_yaml())
     command = [sys.executable, "-m", "tinyllm_ray.train", "--config", str(recipe), "--out", str(out), *arguments]
-    before = signal(SIGHUP, SIG_DFL)  # ignored where the tests run under nohup, and so in what they start
-    try:
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    finally:
-        signal(SIGHUP, before)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def end(process: subprocess.Popen[str], number: Signals) -> tuple[int, str]:
