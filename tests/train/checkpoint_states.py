@@ -1,5 +1,6 @@
 """Models in training for the tests of checkpoints, and what is compared of them."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,14 @@ from tinyllm_ray.train.optimizer import build_optimizer, set_learning_rate
 from tinyllm_ray.train.packed_optimizer import PackedAdamW, build_packed_optimizer
 
 CACHE = "c" * 64
+
+
+def steps(run: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*"))
+
+
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
 class Training:

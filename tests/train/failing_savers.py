@@ -26,8 +26,8 @@ _PAGE = 4096
 def limits(checkpoint: Path) -> Iterator[int]:
     """Sizes that cut the weights, and larger ones that cut the training state alone."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    largest = max(path.stat().st_size for path in checkpoint.iterdir())
-    for size in (*range(0, largest, 4 * _PAGE), largest - 1):
+    largest = max(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
+    for size in (*range(0, largest, 2 * _PAGE), largest - 1):
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
         yield size
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_states import CACHE, Training
+from checkpoint_states import CACHE, Training, names, steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,14 +36,6 @@ def trained(config: Config) -> Training:
 def save(trained: Training, config: Config, tmp_path: Path) -> Save:
     """Saves a step into the run's folder `tmp_path`."""
     return lambda step: save_checkpoint(tmp_path, step, trained.model, trained.optimizer, {"at": step}, config, CACHE)
-
-
-def steps(run: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*"))
-
-
-def names(run: Path) -> list[str]:
-    return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
 def damage(checkpoint: Path, name: str = "model.safetensors") -> Path:
