@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from tinyllm_ray import journal
 from tinyllm_ray.errors import TinyllmRayError
+from tinyllm_ray.execution import ExecutionConfig
 from tinyllm_ray.measure.environment import collect_environment
 from tinyllm_ray.records import (
     Device,
@@ -27,7 +28,6 @@ from tinyllm_ray.records import (
     Window,
     read_records,
 )
-from tinyllm_ray.sections import ExecutionConfig
 from tinyllm_ray.yamlfile import read_mapping
 
 FIGURES = st.floats(min_value=0, max_value=1e12)

@@ -18,16 +18,13 @@ from typing import Any, Self
 from pydantic import ValidationError, model_validator
 
 from tinyllm_ray.errors import ConfigError
+from tinyllm_ray.execution import CUDA_GRAPH_MODES, EvaluationExecutionConfig, ExecutionConfig, PackedBackward
 from tinyllm_ray.sections import (
-    CUDA_GRAPH_MODES,
     DataConfig,
     EvaluationConfig,
-    EvaluationExecutionConfig,
-    ExecutionConfig,
     ModelConfig,
     OptimizerConfig,
     OutputConfig,
-    PackedBackward,
     PackingConfig,
     Section,
     TrainingConfig,

@@ -1,19 +1,18 @@
 """The sections of a configuration: their settings, what is allowed, and the defaults."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, model_validator
 
 
-def _refuse_bool(value: object) -> object:
+def refuse_bool(value: object) -> object:
     if isinstance(value, bool):
         raise ValueError("true and false are no numbers")
     return value
 
 
-Integer = Annotated[int, BeforeValidator(_refuse_bool)]
-Number = Annotated[float, BeforeValidator(_refuse_bool), Field(allow_inf_nan=False)]
+Integer = Annotated[int, BeforeValidator(refuse_bool)]
+Number = Annotated[float, BeforeValidator(refuse_bool), Field(allow_inf_nan=False)]
 Fraction01 = Annotated[Number, Field(ge=0, le=1)]
 
 Seed = Annotated[Integer, Field(ge=-(2**63), lt=2**63)]
@@ -25,18 +24,8 @@ Rate = Annotated[Number, Field(gt=0, le=1e38)]
 Betas = tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]]
 Decay = Annotated[Number, Field(ge=0)]
 
-Update = Literal["eager", "compiled"]
-CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-SdpaBackend = Literal["auto", "flash", "cudnn", "efficient", "math"]
-PackedBackward = Literal["at_once", "one_by_one"]
 Topology = Literal["complete", "one_peer_ring", "one_peer_exponential"]
 Scheme = Literal["awc", "atc"]
-
-CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
-"""The compile modes that replay CUDA graphs."""
-
-CPU_SDPA_BACKENDS = ("auto", "flash", "math")
-"""PyTorch has no CPU kernels for the cuDNN and memory-efficient backends and raises when only those are allowed."""
 
 
 class Section(BaseModel):
@@ -207,61 +196,6 @@ class PackingConfig(Section):
         if start is not None and not self.mixed:
             raise ValueError("consensus_start_fraction needs models that are mixed; set topology and scheme as well")
         return self
-
-
-class ExecutionConfig(Section):
-    """How an update runs on the machine; none of it changes what is learned."""
-
-    micro_batch_size: Integer | None = Field(default=None, gt=0)
-    """Rows of a model in a forward and backward pass; null is the largest of 8, 16, 32 that divides its update."""
-    update: Update = "eager"
-    compile_mode: CompileMode | None = None
-    """torch.compile's mode where update is compiled (null is default), meaningless elsewhere."""
-    sdpa_backend: SdpaBackend = "auto"
-    cpu_threads: Integer | None = Field(default=None, gt=0, le=1024)
-    """Threads of CPU operators; null is every core the process may use, at most 8 beside a GPU."""
-    prefetch_depth: Integer = Field(default=1, ge=0)
-    """Ranges of the token cache read ahead."""
-    deterministic: StrictBool = False
-    """Whether equal runs on one machine have to give equal bits; slower, and refused with what cannot promise it."""
-    packed_backward: PackedBackward | None = None
-    """Whether packed models pass backward at once or one by one; null is one by one from micro-batches of 32 rows on.
-
-    Meaningless where there is one model.
-    """
-    data_parallel: Annotated[Literal[1], BeforeValidator(_refuse_bool)] = 1
-
-    @model_validator(mode="after")
-    def _check_deterministic(self) -> Self:
-        if self.deterministic and self.sdpa_backend == "cudnn":
-            raise ValueError("deterministic forbids sdpa_backend cudnn, whose gradients are not; take flash or math")
-        if self.deterministic and str(self.compile_mode).startswith("max-autotune"):
-            raise ValueError(
-                f"deterministic forbids compile_mode {self.compile_mode}, which chooses kernels by their timing; "
-                "take default or reduce-overhead"
-            )
-        return self
-
-    @model_validator(mode="before")
-    @classmethod
-    def _settle_compile_mode(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping):
-            return values
-        mode = values.get("compile_mode")
-        if values.get("update") == "compiled":
-            return {**values, "compile_mode": mode or "default"}
-        # Checked as if it were used, then dropped: two eager executions never differ by it.
-        return {**values, "compile_mode": None} if mode is None or mode in get_args(CompileMode) else values
-
-
-class EvaluationExecutionConfig(Section):
-    """How validation runs on the machine; none of it changes what it finds."""
-
-    micro_batch_size: Integer | None = Field(default=None, gt=0)
-    """Rows a forward pass; null is the training's, and at least 131,072 tokens on a GPU."""
-    update: Update | None = None
-    """Whether the loss is compiled; null is as in training on a GPU where enough is evaluated for that to pay, else
-    eager."""
 
 
 class OutputConfig(Section):

@@ -8,10 +8,10 @@ from study_replay import fitted, recipe
 
 from tinyllm_ray.config import Config, identity, load, validate
 from tinyllm_ray.errors import ConfigError
+from tinyllm_ray.execution import ExecutionConfig
 from tinyllm_ray.search.candidate import candidate_number, make_candidate
 from tinyllm_ray.search.fitting import fit_space
 from tinyllm_ray.search.space import Space, load_space
-from tinyllm_ray.sections import ExecutionConfig
 
 
 def space(factors: dict[str, list[Any]], baseline: dict[str, Any] | None = None, **more: Any) -> Space:

@@ -12,9 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.data.loader import RowLoader
+from tinyllm_ray.execution import ExecutionConfig
 from tinyllm_ray.model.attention import sdpa_backend
 from tinyllm_ray.model.llama import Llama, initialize
-from tinyllm_ray.sections import ExecutionConfig
 from tinyllm_ray.train.optimizer import build_optimizer
 from tinyllm_ray.train.trainer import Trainer
 from tinyllm_ray.train.update import Update

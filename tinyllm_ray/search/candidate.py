@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinyllm_ray.config import identity
-from tinyllm_ray.sections import ExecutionConfig
+from tinyllm_ray.execution import ExecutionConfig
 
 _SHORT = {"micro_batch_size": "mb{}", "update": "{}", "compile_mode": "{}", "sdpa_backend": "{}", "cpu_threads": "t{}"}
 """How settings are written that every candidate shows; others appear where they differ from their default."""

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from tinyllm_ray.execution import HOST_KEYS
 from tinyllm_ray.records import Fate, Protocol, TrialRecord
 from tinyllm_ray.search.fitting import DeviceKind
 
@@ -92,9 +93,6 @@ SMALLER_MICRO_BATCH_POWER = 0.75
 SAME_MARGIN = 1.2
 """Upper over expected where the same micro-batch and kind of update were timed; windows spread by 1-4%."""
 OTHER_MARGIN = 1.5
-
-HOST_KEYS = frozenset({"cpu_threads", "prefetch_depth"})
-"""Settings that no compiled code depends on: candidates that differ only here share a compilation."""
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from tinyllm_ray.config import Config, default_micro_batch_size, default_packed_backward, identity
 from tinyllm_ray.errors import ConfigError
+from tinyllm_ray.execution import CPU_SDPA_BACKENDS, CUDA_GRAPH_MODES, ExecutionConfig, needs_gpu
 from tinyllm_ray.records import Protocol
 from tinyllm_ray.search.space import Space
-from tinyllm_ray.sections import CPU_SDPA_BACKENDS, CUDA_GRAPH_MODES, ExecutionConfig
 
 DeviceKind = Literal["cuda", "cpu"]
 
@@ -54,6 +54,10 @@ class FittedSpace:
         if execution["compile_mode"] is None and modes and "default" not in modes:
             # An eager baseline has no mode to pass on; one outside the space's list would not be the user's wish.
             execution["compile_mode"] = modes[0]
+        if execution["update"] == "graph" and execution["compile_mode"] in CUDA_GRAPH_MODES:
+            # The same kernels without graphs of their own, which the graph of the whole update replaces.
+            autotuned = execution["compile_mode"] == "max-autotune"
+            execution["compile_mode"] = "max-autotune-no-cudagraphs" if autotuned else "default"
         return _settled(execution)
 
     def executions(self) -> Iterator[dict[str, Any]]:
@@ -173,8 +177,8 @@ def _misfits(key: str, values: list[Any], config: Config, device_kind: DeviceKin
         return values, "the recipe has one model"
     if key == "cpu_threads":
         return [value for value in values if value > cores], _cores_available(cores)
-    if key == "sdpa_backend" and device_kind == "cpu":
-        misfits = [value for value in values if value not in CPU_SDPA_BACKENDS]
+    if device_kind == "cpu":
+        misfits = [value for value in values if needs_gpu(key, value)]
         return misfits, f"{'they need' if len(misfits) > 1 else 'it needs'} a GPU"
     return [], ""
 

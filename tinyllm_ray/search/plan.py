@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinyllm_ray.config import identity
+from tinyllm_ray.execution import HOST_KEYS
 from tinyllm_ray.records import Fate, TrialRecord
-from tinyllm_ray.search.cost import HOST_KEYS
 from tinyllm_ray.search.fitting import FittedSpace
 from tinyllm_ray.search.verdict import ranked, rate
 

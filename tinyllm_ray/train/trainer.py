@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import time
 from contextlib import ExitStack
 
@@ -15,9 +16,9 @@ from tinyllm_ray.data.interleave import InterleavedLoader
 from tinyllm_ray.data.loader import Loader, RowLoader
 from tinyllm_ray.data.served_ranges import open_ranges
 from tinyllm_ray.errors import ConfigError
+from tinyllm_ray.execution import needs_gpu, options_of
 from tinyllm_ray.measure.environment import usable_cores
 from tinyllm_ray.model.llama import Llama, initialize
-from tinyllm_ray.sections import CPU_SDPA_BACKENDS
 from tinyllm_ray.train.determinism import determinism
 from tinyllm_ray.train.host_memory import keep_freed_memory
 from tinyllm_ray.train.optimizer import build_optimizer
@@ -142,12 +143,11 @@ def choose_device(config: Config) -> torch.device:
     """The GPU this process was given, else the CPU. Raises ConfigError where it cannot run the execution."""
     if torch.cuda.is_available():
         return torch.device("cuda", 0)
-    backend = config.execution.sdpa_backend
-    if backend not in CPU_SDPA_BACKENDS:
-        raise ConfigError(
-            f"execution.sdpa_backend: {backend!r} needs a GPU, and there is none; a CPU has "
-            + ", ".join(CPU_SDPA_BACKENDS)
-        )
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # then Triton's kernels run anywhere, slowly
+    for key, value in config.execution:
+        if needs_gpu(key, value) and not (interpreted and value == "triton"):
+            options = ", ".join(option for option in options_of(key) if not needs_gpu(key, option))
+            raise ConfigError(f"execution.{key}: {value!r} needs a GPU, and there is none; a CPU has {options}")
     return torch.device("cpu")
 
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 
 from tinyllm_ray.config import Config, identity
+from tinyllm_ray.execution import CUDA_GRAPH_MODES, HOST_KEYS
 from tinyllm_ray.model.attention import sdpa_backend
 from tinyllm_ray.model.llama import Llama
 from tinyllm_ray.model.packed import PackedLlama
-from tinyllm_ray.sections import CUDA_GRAPH_MODES
 from tinyllm_ray.train.optimizer import clip_gradients, set_learning_rate, skip_steps_where
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -147,7 +147,8 @@ def tag_compile_cache(config: Config) -> str:
     kernels (1.90 M targets/s against its own 1.52 M, one H200). The tag is part of every key; threads and read-ahead
     change no graph and are left out.
     """
-    compiled = config.execution.model_dump(include={"compile_mode", "sdpa_backend", "deterministic"})
+    # A graph replays what `compiled` compiles, and rows are in the shapes, which the key holds.
+    compiled = config.execution.model_dump(exclude={*HOST_KEYS, "update", "micro_batch_size", "packed_backward"})
     if config.packing.models > 1:
         compiled["packed_backward"] = config.packed_backward
     torch.compiler.config.cache_key_tag = tag = identity(compiled)[:16]
