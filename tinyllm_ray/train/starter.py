@@ -2,8 +2,8 @@
 
 `python -m tinyllm_ray.train.starter EVENTS_FD` reads TrialRequests, one JSON object a line, from standard input, forks
 a process for each, one after the other, and writes events, one JSON object a line, to EVENTS_FD: its own (`ready`,
-`ended` with the exit status) and, in between, the candidate's, `forked` with its process id first. End of input ends the
-candidate and the starter. It is single-threaded, since only the forking thread lives on in a fork.
+`ended` with the exit status) and, in between, the candidate's, `forked` with its process id first. End of input ends
+the candidate and the starter. It is single-threaded, since only the forking thread lives on in a fork.
 """
 
 import json
