@@ -77,17 +77,21 @@ class Seconds(_Record):
     """The other warm-up updates."""
     windows: float | None = None
     proof: float | None = None
+    """After the windows: recording the kernels of a few updates, and parity where it was asked for."""
     total: float | None = None
     """From the request to the record."""
 
 
 class Memory(_Record):
-    """Peak bytes; on a CPU only `used_bytes` (resident set) and `total_bytes`."""
+    """Peak bytes; on a CPU only `used_bytes` (resident set) and `total_bytes`. None, never 0, is what is unknown."""
 
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
+    """By the allocator, the pools of graphs included."""
+    graph_pool_bytes: int | None = None
+    """Reserved for CUDA graphs alone, in pools of their own."""
     used_bytes: int | None = None
-    """What the driver says the process holds."""
+    """What the driver says the process holds, the CUDA context included."""
     total_bytes: int | None = None
 
 
@@ -163,6 +167,7 @@ class Proof(_Record):
     """SDPA backends whose kernels ran."""
     parity: Parity | None = None
     trajectory: list[TrajectoryPoint] = []
+    """At the updates that every candidate is checked at, as far as its protocol went."""
 
 
 class TrialRecord(_Record):

@@ -46,7 +46,7 @@ def real(protocol: Protocol) -> Protocol:
 class TestEvents:
     def test_a_measured_candidate_tells_each_stage(self, tiny: MakeConfig) -> None:
         events = events_of(tiny())
-        assert names(events) == ["start", "compile", "warmup", "windows", "window", "window", "result"]
+        assert names(events) == ["start", "compile", "warmup", "windows", "window", "window", "proof", "result"]
         assert all(events[at]["seconds"] > 0 for at in (1, 2, 3))
         assert {"fork", "runtime", "model_and_optimizer", "loader"} <= set(events[1]["stages"])
         windows = [Window.model_validate(event["window"]) for event in events[4:6]]
@@ -73,7 +73,7 @@ class TestEvents:
     def test_tokens_are_read_in_data_mode_real(self, tiny: MakeConfig, tiny_cache: TokenCache) -> None:
         synthetic, tokens = events_of(tiny()), events_of(tiny(), str(tiny_cache.folder), real(PROTOCOL))
         assert names(tokens) == names(synthetic)
-        assert tokens[-2]["window"]["loss"] != pytest.approx(synthetic[-2]["window"]["loss"], rel=1e-3)
+        assert tokens[-3]["window"]["loss"] != pytest.approx(synthetic[-3]["window"]["loss"], rel=1e-3)
 
     def test_real_without_a_cache_is_no_measurement(self, tiny: MakeConfig) -> None:
         assert names(events_of(tiny(), None, real(PROTOCOL))) == ["start", "error"]

@@ -14,12 +14,21 @@ Assumed: the runs and an honest candidate draw from one distribution, independen
 share of honest values outside at a single check is, by simulation, 1.5% with three runs and a factor of 5, 0.2% with
 four, 0.03% with five (with a factor of 3: 4%, 0.9%, 0.3%). So a band wants four runs or more.
 
-Check early updates: 26 runs of one recipe in bf16 on GH200, by 16 executions, spread over 6e-6 of the loss and 1.3% of
-the gradient norm after 120 updates, over 7e-5 and 19% after 220, over 1e-3 and 12% after 320.
+A study has one or two runs of its baseline, and repeats of one execution may be equal bits where other executions are
+not. There the spread counts as no less than a prior (`of_equal_runs`): that of 26 runs of one recipe in bf16 on GH200,
+by 16 executions.
+
+    update  sum of learning rates so far  spread of the loss  of the gradient norm
+    120     0.012                         6e-6                1.3%
+    220     0.039                         7e-5                19%
+    320     0.082                         1e-3                12%
+
+What counts there is how far the weights have come, and AdamW moves each by about the learning rate an update: another
+recipe reaches a sum of 0.08 after 66 updates, and its updates after that prove little. So early updates are checked.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Literal
@@ -28,6 +37,9 @@ from tinyllm_ray.records import TrajectoryPoint
 
 CHECKED_UPDATES = (20, 60, 120)
 """Late enough for clipping, schedule and accumulation to matter, early enough for rounding to be small."""
+
+EARLY_UPDATES = (1, 5, 10)
+"""Checked as well, so that runs have updates in common however short the protocol of one of them is."""
 
 Trajectory = Sequence[TrajectoryPoint]
 Quantity = Literal["loss", "grad_norm"]
@@ -47,6 +59,18 @@ FLOAT32_FLOOR = Floor(loss=1e-5, grad_norm=1e-3)
 """Other micro-batches and backends changed 4e-7 of the loss and 1.6e-5 of the norm in 120 updates on a CPU."""
 BFLOAT16_FLOOR = Floor(loss=1e-4, grad_norm=0.03)
 
+_PRIOR_AT = 0.0116
+"""Sum of learning rates at which the prior was 6e-6 and 0.013; it grew by the powers below."""
+_FLOAT32_SHARE = 1e-3
+"""Of the prior, in float32: its rounding is 65,000 times finer, and grows as fast."""
+
+
+def prior_spread(learning_rates: float, *, float32: bool) -> Floor:
+    """The spread of equal runs whose learning rates so far add up to `learning_rates`, as it was seen elsewhere."""
+    grown = learning_rates / _PRIOR_AT
+    share = _FLOAT32_SHARE if float32 else 1.0
+    return Floor(loss=share * min(0.02, 6e-6 * grown**2.6), grad_norm=share * min(0.2, 0.013 * grown**2.2))
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -60,8 +84,30 @@ Band = Mapping[int, Mapping[Quantity, Interval]]
 """Intervals by update."""
 
 
-def band_of(runs: Sequence[Trajectory], floor: Floor, factor: float = 5.0) -> Band:
-    """The band of equal runs, over the updates that all of them have.
+def checked_updates(updates: int) -> tuple[int, ...]:
+    """The updates whose loss and norm are recorded of a run of `updates` updates."""
+    return tuple(update for update in (*EARLY_UPDATES, *CHECKED_UPDATES) if update <= updates)
+
+
+def of_equal_runs(
+    runs: Sequence[Trajectory], learning_rates: Callable[[int], float], *, float32: bool, factor: float = 5.0
+) -> Band:
+    """The band of one equal run or more, computed in float32 or else in bf16 autocast, where rounding does more.
+
+    Of a single run it is what lies around it. The spread counts as no less than the prior, for which `learning_rates`
+    says what the rates of the first n updates add up to. Raises ValueError as `band_of` does, and for no run at all.
+    """
+    floor = FLOAT32_FLOOR if float32 else BFLOAT16_FLOOR
+
+    def floor_at(update: int) -> Floor:
+        prior = prior_spread(learning_rates(update), float32=float32)
+        return Floor(max(floor.loss, factor * prior.loss), max(floor.grad_norm, factor * prior.grad_norm))
+
+    return band_of([*runs, *runs] if len(runs) == 1 else runs, floor_at, factor)
+
+
+def band_of(runs: Sequence[Trajectory], floor: Floor | Callable[[int], Floor], factor: float = 5.0) -> Band:
+    """The band of equal runs, over the updates that all of them have; `floor` may depend on the update.
 
     Raises ValueError for fewer than two runs, for runs without an update in common, and where one is not finite.
     """
@@ -74,13 +120,14 @@ def band_of(runs: Sequence[Trajectory], floor: Floor, factor: float = 5.0) -> Ba
     spreads = dict.fromkeys(_QUANTITIES, 0.0)
     band: dict[int, dict[Quantity, Interval]] = {}
     for update in updates:
+        least = floor if isinstance(floor, Floor) else floor(update)
         band[update] = {}
         for quantity in _QUANTITIES:
             values = [_finite(run[update], quantity) for run in points]
             centre = median(values)
             width = max(values) - min(values)
             spreads[quantity] = max(spreads[quantity], width / abs(centre) if centre else 0.0)
-            half = max(factor * spreads[quantity], getattr(floor, quantity)) * abs(centre)
+            half = max(factor * spreads[quantity], getattr(least, quantity)) * abs(centre)
             band[update][quantity] = Interval(centre - half, centre + half)
     return band
 

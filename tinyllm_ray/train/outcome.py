@@ -55,6 +55,8 @@ def judge(candidate: RunningCandidate, event: Mapping[str, Any]) -> tuple[Fate, 
         return Fate.FAILED, f"the process {_exit_words(event['status'])} during {candidate.stage}"
     if any(window.loss is None or window.grad_norm is None for window in candidate.windows):
         return Fate.INVALID, "the loss or the gradient norm is not finite"
+    if faults := candidate.result.get("faults"):
+        return Fate.INVALID, "; ".join(faults)
     return Fate.COMPLETE, None
 
 
@@ -92,6 +94,7 @@ def build_record(
             compile=first,
             warmup=None if warmup is None or first is None else warmup - first,
             windows=sum(window.seconds for window in candidate.windows) if candidate.windows else None,
+            proof=result.get("proof_seconds"),
             total=total_seconds,
         ),
         start_stage_seconds=candidate.start_stage_seconds,
@@ -101,6 +104,8 @@ def build_record(
         seconds_per_update=result.get("seconds_per_update"),
         targets_per_second=result.get("targets_per_second"),
         memory=Memory.model_validate(result.get("memory", {})),
+        kernels=result.get("kernels"),
+        proof=result.get("proof"),
         environment={**environment, "cpu_threads": result.get("threads")},
         compile_cache=compile_cache,
         configuration=request["configuration"],

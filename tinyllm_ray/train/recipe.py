@@ -113,6 +113,13 @@ def solo_config(config: Config, worker: int) -> Config:
     return Config.model_validate(values)
 
 
+def learning_rate_sum(config: Config, updates: int) -> float:
+    """What the learning rates of the first `updates` updates add up to; in a pack those of the largest peak."""
+    peak = config.optimizer.peak_learning_rate
+    own = [each.peak_learning_rate or peak for each in config.packing.each] if config.packing.models > 1 else []
+    return max([peak, *own]) / peak * sum(learning_rate(config, update) for update in range(updates))
+
+
 def describe_passes(config: Config, cache: TokenCache) -> str | None:
     """A line for people where the run needs more tokens than the cache has; None where it does not."""
     targets, tokens = run_updates(config) * config.training.tokens_per_update, cache.tokens("train")

@@ -76,7 +76,7 @@ class Trainer:
         self.model, self.optimizer = self._trainee.model, self._trainee.optimizer
         self.stage_seconds["model_and_optimizer"] = clock() - begin
         begin = clock()
-        self.feed = _build_feed(config, cache, self.device, range_server, self.updates)
+        self.feed = build_feed(config, cache, self.device, range_server, self.updates)
         self.stage_seconds["loader"] = clock() - begin
 
     def __enter__(self) -> "Trainer":
@@ -158,9 +158,10 @@ def settle_threads(config: Config, device: torch.device) -> int:
     return config.execution.cpu_threads or default
 
 
-def _build_feed(
+def build_feed(
     config: Config, cache: TokenCache | None, device: torch.device, range_server: str | None, updates: int
 ) -> Feed:
+    """The batches of a training that has had `updates` updates; without a cache one batch, every time."""
     rows, context = config.batch_rows, config.model.context
     if cache is None:
         return SyntheticFeed(rows, context, config.model.vocab_size, device, seed=config.training.seed)

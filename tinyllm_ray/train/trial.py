@@ -1,9 +1,10 @@
 """One candidate's whole life, in a process of its own: build the trainer, warm up, time windows, say what was seen.
 
 What it says are plain events, so that whatever ends the process leaves the events before it standing:
-`{"event": "stage", "stage": "start" | "compile" | "warmup" | "windows", "seconds"}`, where the seconds are those of
-the stage before (with `windows` those of the whole warm-up), `{"event": "window", "window": {...}}` and at the end
-either `{"event": "result", ...}` or `{"event": "error", "out_of_memory", "reason"}`.
+`{"event": "stage", "stage": "start" | "compile" | "warmup" | "windows" | "proof", "seconds"}`, where the seconds are
+those of the stage before (with `windows` those of the whole warm-up; `proof` has none, since windows tell their own),
+`{"event": "window", "window": {...}}` and at the end either `{"event": "result", ...}`, with the proof and its faults,
+or `{"event": "error", "out_of_memory", "reason"}`.
 """
 
 import time
@@ -21,6 +22,7 @@ from tinyllm_ray.measure.environment import devices
 from tinyllm_ray.measure.memory import peak_memory
 from tinyllm_ray.measure.windows import measure
 from tinyllm_ray.records import Protocol
+from tinyllm_ray.train.proof import Watched, gather_evidence
 from tinyllm_ray.train.trainer import Trainer
 
 Emit = Callable[[dict[str, Any]], None]
@@ -42,6 +44,8 @@ class TrialRequest(BaseModel):
     """Address of the node's server of token ranges; None reads the cache's files."""
     configuration: str | None = None
     """Path of the candidate's configuration file, relative to the study's folder."""
+    parity: bool = False
+    """Whether one update is compared with the float32 reference, which takes a second model's memory."""
     limit_seconds: float
     """Seconds from the request after which the process is ended."""
 
@@ -81,15 +85,26 @@ def _measure_candidate(request: TrialRequest, emit: Emit, begin: float, clock: C
         def window(seen: Any) -> None:
             emit({"event": "window", "window": seen.model_dump(mode="json")})
 
-        found = measure(trainer, request.protocol, window, first_update, warm, clock)
+        protocol = request.protocol
+        watched = Watched(trainer, protocol.warmup_updates + protocol.windows * protocol.updates_per_window)
+        found = measure(watched, protocol, window, first_update, warm, clock)
+        memory = peak_memory(trainer.device)  # before the proof, which takes of its own
+        emit({"event": "stage", "stage": "proof"})
+        proof_began = clock()
+        over = (cache, request.range_server) if request.parity else None
+        evidence = gather_evidence(trainer, watched.trajectory(), over)
         emit(
             {
                 "event": "result",
                 "seconds_per_update": found.seconds_per_update,
                 "targets_per_second": found.targets_per_second,
-                "memory": peak_memory(trainer.device).model_dump(mode="json"),
+                "memory": memory.model_dump(mode="json"),
                 "devices": [device.model_dump(mode="json") for device in devices()],
                 "threads": trainer.threads,
+                "kernels": evidence.kernels and [kernel.model_dump(mode="json") for kernel in evidence.kernels],
+                "proof": evidence.proof.model_dump(mode="json"),
+                "faults": evidence.faults,
+                "proof_seconds": clock() - proof_began,
             }
         )
 

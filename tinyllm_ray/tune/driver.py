@@ -1,19 +1,22 @@
 """Between the study, which decides, and the trials, which measure: requests out, events and records in."""
 
+import functools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tinyllm_ray import journal
 from tinyllm_ray.clock import Deadline
-from tinyllm_ray.config import Config
+from tinyllm_ray.config import Config, identity
 from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.measure.environment import source_identity
 from tinyllm_ray.records import Fate, TrialRecord
+from tinyllm_ray.search.judgement import judged
 from tinyllm_ray.search.study import CandidateStatus, Finished, State, Study, Trial
 from tinyllm_ray.train.outcome import RunningCandidate, build_record
+from tinyllm_ray.train.recipe import learning_rate_sum
 from tinyllm_ray.train.trial import TrialRequest
 from tinyllm_ray.tune.live import Row
 
@@ -21,12 +24,16 @@ _LEAST_LIMIT_SECONDS = 120.0
 _LIMIT_OVER_UPPER = 3.0
 """A candidate may take this many times its upper prediction before it counts as hung, within what the budget has."""
 
+_STAGES_WITH_PARITY = frozenset({"baseline", "verification"})
+"""Whose trials are compared with the float32 reference: what the others are compared with, and what may win."""
+
 
 class StudyDriver:
     """Runs one study's decisions; a `cluster.trials.Driver`.
 
     `publish` is given every record once, before anything else hears of it; `changed` hears of every candidate that
-    has started or ended. Its methods may be called from several threads: Tune's loop, a display, a signal's end.
+    has started or ended; `earlier` are the records of the study that this one goes on with. Its methods may be called
+    from several threads: Tune's loop, a display, a signal's end.
     """
 
     def __init__(
@@ -39,6 +46,7 @@ class StudyDriver:
         deadline: Deadline,
         publish: Callable[[TrialRecord], None] = lambda record: None,
         changed: Callable[[Row], None] = lambda row: None,
+        earlier: Iterable[TrialRecord] = (),
     ) -> None:
         self.study = study
         self.publish = publish
@@ -55,6 +63,8 @@ class StudyDriver:
         self.shown: Sequence[Row] = ()
         """The rows as of the last event, for a display: it holds a lock of its own, and must not wait for this one."""
         self._running: dict[str, RunningCandidate] = {}
+        self._records = list(earlier)
+        self._learning_rates = functools.cache(functools.partial(learning_rate_sum, config))
         self._interrupted = False
         self._lock = threading.RLock()
 
@@ -132,6 +142,8 @@ class StudyDriver:
 
     def _end(self, candidate: str, record: TrialRecord) -> None:
         del self._running[candidate]
+        record = judged(record, self._records, identity(self.study.space.baseline), self._learning_rates)
+        self._records.append(record)
         self.publish(record)
         self.study.tell(record)
         self._show(candidate)
@@ -155,6 +167,7 @@ class StudyDriver:
             cache=str(self._cache.folder) if self._cache else None,
             cache_identity=self._cache.identity if self._cache else None,
             configuration=str(path),
+            parity=trial.stage in _STAGES_WITH_PARITY,
             limit_seconds=min(limit, left),
         )
         return request.model_dump(mode="json")
@@ -176,4 +189,4 @@ class StudyDriver:
 
 
 def _stage(running: RunningCandidate) -> str:
-    return f"window {len(running.windows) + 1}" if running.windows else running.stage
+    return running.stage if running.stage == "proof" or not running.windows else f"window {len(running.windows) + 1}"

@@ -87,6 +87,7 @@ def _run_on_ray(
             cache=cache,
             out=out,
             deadline=deadline.earlier_by(closing),
+            earlier=earlier.records if earlier else (),
         )
         report = Report(
             out=out,
