@@ -12,6 +12,7 @@ import torch
 from torch.autograd.profiler_util import FunctionEvent
 
 from tinyllm_ray.config import Config, validate
+from tinyllm_ray.execution import SdpaBackend
 from tinyllm_ray.measure.kernel_names import attention_backend_of, categorize
 from tinyllm_ray.measure.kernels import (
     KernelProfile,
@@ -99,6 +100,16 @@ class TestNames:
             ("tinyllm_rms_norm_forward", "norm"),
             ("tinyllm_swiglu_backward", "activation"),
             ("tinyllm_rotary", "rotary"),
+            ("linear_cross_entropy_forward", "loss"),
+            ("_loss_and_gradient", "loss"),
+            ("_add_rms_norm_backward", "norm"),
+            ("_norm_scale_gradient", "norm"),
+            ("rotary_backward_0", "rotary"),
+            ("_swiglu", "activation"),
+            ("_update_columns", "optimizer"),
+            ("_flat_adamw", "optimizer"),
+            ("_gradient_norm", "optimizer"),
+            ("triton_flex_attention_backward_3", "attention_backward"),
             ("aten::addmm", "matmul"),
             ("aten::_fused_adamw_", "optimizer"),
             ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "attention_backward"),
@@ -134,6 +145,27 @@ class TestBackends:
         for backend in ("auto", "flash", "cudnn", "efficient", "math"):
             reason = match(backend, kernels)
             assert (reason is None) == (backend in ("auto", execution["ran"])), backend
+
+    @pytest.mark.parametrize(
+        ("backend", "names"),
+        [
+            (
+                "flash3",
+                [
+                    "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<int>>>(Params)",
+                    "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnBwdSm90<int>>>(Params)",
+                    "void cutlass::device_kernel<flash::FlashAttnBwdPreprocess<int>>(Params)",
+                    "void cutlass::device_kernel<flash::FlashAttnBwdPostprocessConvertdQ<int>>(Params)",
+                ],
+            ),
+            ("flex", ["triton_tem_fused_flex_attention_0", "triton_tem_fused_flex_attention_backward_2"]),
+            ("flex", ["triton_flex_attention_7", "triton_poi_fused_flex_attention_backward_zeros_1"]),
+        ],
+    )
+    def test_attention_that_a_library_or_a_template_brings(self, backend: str, names: list[str]) -> None:
+        kernels = kernels_named(*names)
+        assert attention_backend(kernels) == {backend}
+        assert {asked for asked in get_args(SdpaBackend) if match(asked, kernels) is None} == {"auto", backend}
 
     def test_a_foreign_graph_is_named(self) -> None:
         kernels = kernels_named(*H200["executions"]["compiled efficient over a foreign cache"]["kernels"])

@@ -25,18 +25,21 @@ from typing import Literal
 
 from tinyllm_ray.records import KernelCategory
 
-Backend = Literal["flash", "cudnn", "efficient", "math"]
+Backend = Literal["flash", "flash3", "cudnn", "efficient", "flex", "math"]
 
 _FUSED = re.compile(r"(?:triton|cpp)_(?:[a-z]+_)?fused_(.*)")
-_TEMPLATE = re.compile(r"triton_(?:tem_fused_|mm|bmm)")
+_TEMPLATE = re.compile(r"triton_(?:tem_fused_|mm|bmm|flex_attention)")
 """Inductor's Triton templates: matrix products and flex attention, with other operators fused to their ends."""
 _OWN = "tinyllm_"
-"""How the names of this package's Triton kernels begin; the rest says what they do, in the words of `_FUSED_RULES`."""
+"""How names of this package's Triton kernels may begin; the rest says what they do, in the words of `_FUSED_RULES`."""
+_FUNCTION = re.compile(r"[a-z_][a-z0-9_]*")
+"""A Triton kernel written by hand is called what its function is."""
 
-# Order matters: cuDNN's kernels have `flash` in their names.
+# Order matters: cuDNN's kernels have `flash` in their names. FlashAttention 3's are classes, in whatever namespace.
 _FUSED_ATTENTION: tuple[tuple[Backend, re.Pattern[str]], ...] = (
     ("cudnn", re.compile(r"cudnn\w*_(?:sdpa|fmha)|cudnn::fusion::(?:compute_dot_do_o|convert_dq)|_cudnn_attention")),
     ("efficient", re.compile(r"fmha_cutlass|PyTorchMemEffAttention|Attention(?:Backward)?Kernel|_efficient_attention")),
+    ("flash3", re.compile(r"FlashAttn(?:Fwd|Bwd)")),
     ("flash", re.compile(r"flash_(?:fwd|bwd)|pytorch_flash::|FlashAttn|FlashAttention|_flash_attention")),
 )
 _BACKWARD = re.compile(r"bprop|bwd|backward|fmha_cutlassB|dot_do_o|convert_dq", re.IGNORECASE)
@@ -86,7 +89,7 @@ _LOSS_WORDS = re.compile(r"log_softmax|nll_loss|cross_entropy")
 _FUSED_RULES: tuple[tuple[KernelCategory, re.Pattern[str]], ...] = (
     # The first half of a long softmax that Inductor split; the scores' is seldom that long.
     ("loss", re.compile(rf"{_LOSS_WORDS.pattern}|prepare_softmax_online")),
-    ("optimizer", re.compile(r"_foreach|adam|addcdiv|lerp|clip|optimizer")),
+    ("optimizer", re.compile(r"_foreach|adam|addcdiv|lerp|clip|optimizer|_update_columns|_gradient_norm")),
     ("norm", re.compile(r"_norm|rsqrt|_pow")),
     ("activation", re.compile(r"silu|gelu|sigmoid|relu|swiglu")),
     ("rotary", re.compile(r"_(?:cos|sin|rotary|rope|rotate)(?=_|$)|_mul_(?:.*_)?(?:sub|neg)(?=_|$)")),
@@ -94,6 +97,7 @@ _FUSED_RULES: tuple[tuple[KernelCategory, re.Pattern[str]], ...] = (
 )
 # In an Inductor name a product is only what a bias is added to.
 _OWN_PRODUCT = re.compile(r"matmul|linear")
+_OWN_LOSS = re.compile(rf"{_LOSS_WORDS.pattern}|(?:^|_)loss(?:_|$)")
 # A fused kernel that only rearranges what attention returned is named after it, on whatever backend attention ran.
 _REARRANGED_ATTENTION = re.compile(r"_scaled_dot_product_(?:[a-z]+_)*?attention(?:_for_cpu)?(?:_backward)?")
 
@@ -101,15 +105,15 @@ _REARRANGED_ATTENTION = re.compile(r"_scaled_dot_product_(?:[a-z]+_)*?attention(
 def categorize(name: str) -> KernelCategory:
     """The kind of work of the kernel or operator called `name`."""
     if name.startswith(_OWN):
-        product = _OWN_PRODUCT.search(name) and not _LOSS_WORDS.search(name)
-        return "matmul" if product else _categorize_fused("_" + name.removeprefix(_OWN))
+        return _categorize_own(name.removeprefix(_OWN))
     if _TEMPLATE.match(name):
         return _attention(name) if "flex_attention" in name else "matmul"
     if fused := _FUSED.match(name):
         return _categorize_fused("_" + fused[1])
     if attention_backend_of(name) is not None or name == "aten::scaled_dot_product_attention":
         return _attention(name)
-    return next((category for category, pattern in _RULES if pattern.search(name)), "other")
+    known = next((category for category, pattern in _RULES if pattern.search(name)), None)
+    return known or (_categorize_own(name) if _FUNCTION.fullmatch(name) else "other")
 
 
 def attention_backend_of(name: str) -> Backend | None:
@@ -118,6 +122,8 @@ def attention_backend_of(name: str) -> Backend | None:
     What Inductor fused is named after operators, not after kernels: `..._scaled_dot_product_flash_attention_backward_
     stack_9` only rearranges gradients, so that of a fused name only a softmax says something, for math.
     """
+    if _TEMPLATE.match(name):
+        return "flex" if "flex_attention" in name else None
     if fused := _FUSED.match(name):
         words = "_" + fused[1]
         return "math" if _has_scores_softmax(words) else None
@@ -129,6 +135,13 @@ def attention_backend_of(name: str) -> Backend | None:
 
 def _attention(name: str) -> KernelCategory:
     return "attention_backward" if _BACKWARD.search(name) else "attention_forward"
+
+
+def _categorize_own(name: str) -> KernelCategory:
+    """Of a kernel written by hand."""
+    if _OWN_LOSS.search(name):
+        return "loss"
+    return "matmul" if _OWN_PRODUCT.search(name) else _categorize_fused("_" + name)
 
 
 def _has_scores_softmax(words: str) -> bool:

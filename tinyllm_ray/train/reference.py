@@ -69,7 +69,8 @@ def _plain(trainer: Trainer, rows: torch.Tensor, low: bool) -> Side:
             model = allocate(config.model).to(trainer.device)
             model.load_state_dict(weights)
             losses.append(torch.zeros((), device=trainer.device))
-            for part in torch.split(own, max(1, _TARGETS_AT_ONCE // config.model.context)):
+            at_once = max(1, _TARGETS_AT_ONCE // config.model.context)
+            for part in (own[at : at + at_once] for at in range(0, len(own), at_once)):
                 with sdpa_backend("math"), autocast:
                     loss = model.loss(part[:, :-1], part[:, 1:]) * (len(part) / len(own))
                 torch.autograd.backward(loss)
