@@ -20,6 +20,9 @@ from tinyllm_ray.measure.band import (
     Interval,
     Trajectory,
     band_of,
+    checked_updates,
+    of_equal_runs,
+    prior_spread,
     within_band,
 )
 from tinyllm_ray.records import TrajectoryPoint
@@ -95,6 +98,29 @@ class TestRecordedRuns:
         band = band_of([(self.runs * 2)[first + at][:1] for at in range(4)], BFLOAT16_FLOOR)
         assert [within_band(run, band) for run in self.runs] == [None] * 26
 
+    def rates(self, update: int) -> float:
+        """That recipe warms up to 0.001 over 5% of its 12,453 updates."""
+        return sum(0.001 * done / 622.65 for done in range(1, update + 1))
+
+    @pytest.mark.parametrize("first", range(26))
+    def test_a_band_around_any_single_one_holds_all_at_every_update(self, first: int) -> None:
+        band = of_equal_runs([self.runs[first]], self.rates, float32=False)
+        assert list(band) == [120, 220, 320]
+        assert [within_band(run, band) for run in self.runs] == [None] * 26
+
+    def test_the_prior_is_what_they_spread_over(self) -> None:
+        for at, update in enumerate((120, 220, 320)):
+            prior = prior_spread(self.rates(update), float32=False)
+            losses, norms = zip(*((run[at].loss, run[at].grad_norm) for run in self.runs), strict=True)
+            for seen, expected in ((losses, prior.loss), (norms, prior.grad_norm)):
+                assert expected / 3 < (max(seen) - min(seen)) / min(seen) < 3 * expected
+
+    def test_a_replayed_batch_is_refused_by_a_single_run(self) -> None:
+        band = of_equal_runs([self.runs[0]], self.rates, float32=False)
+        reason = within_band(points(*GH200["replayed_batch"], updates=(120, 220, 320)), band)
+        assert reason is not None
+        assert reason.startswith("update 120: loss 7.58187 is outside, equal runs lie in 8.50")
+
     def test_a_replayed_batch_is_refused(self) -> None:
         band = band_of(self.runs[:4], BFLOAT16_FLOOR)
         reason = within_band(points(*GH200["replayed_batch"], updates=(120, 220, 320)), band)
@@ -103,6 +129,27 @@ class TestRecordedRuns:
 
 
 class TestBand:
+    @pytest.mark.parametrize(("float32", "loss"), [(True, 1e-5), (False, 1e-4)])
+    def test_a_single_run_has_a_band_around_it(self, float32: bool, loss: float) -> None:
+        (intervals,) = of_equal_runs([points((10.0, 2.0))], lambda update: 0.0, float32=float32).values()
+        assert intervals["loss"] == Interval(pytest.approx(10 * (1 - loss)), pytest.approx(10 * (1 + loss)))
+
+    def test_runs_that_lie_apart_widen_it(self) -> None:
+        runs = [points((10.0, 2.0)), points((10.1, 2.0))]
+        (intervals,) = of_equal_runs(runs, lambda update: 0.0, float32=False, factor=2.0).values()
+        assert intervals["loss"] == Interval(pytest.approx(9.85), pytest.approx(10.25))
+
+    def test_no_run_spans_no_band(self) -> None:
+        with pytest.raises(ValueError, match="0 run spans no band"):
+            of_equal_runs([], lambda update: 0.0, float32=True)
+
+    @pytest.mark.parametrize(("updates", "checked"), [(17, (1, 5, 10)), (20, (1, 5, 10, 20)), (0, ())])
+    def test_a_short_run_is_checked_early(self, updates: int, checked: tuple[int, ...]) -> None:
+        assert checked_updates(updates) == checked
+
+    def test_a_whole_protocol_reaches_all(self) -> None:
+        assert checked_updates(320) == (1, 5, 10, 20, 60, 120)
+
     def test_its_width_is_the_spread_times_the_factor(self) -> None:
         runs = [points((10.0, 1.0)), points((11.5, 1.0)), points((9.5, 1.1))]
         (intervals,) = band_of(runs, NO_FLOOR, factor=2.0).values()

@@ -53,8 +53,8 @@ def window(index: int, rate: float = 2048.0) -> dict[str, Any]:
     ).model_dump(mode="json")
 
 
-def ended(request: Any, fate: Fate = Fate.COMPLETE, rate: float = 2048.0) -> dict[str, Any]:
-    """The last event of a candidate."""
+def ended(request: Any, fate: Fate = Fate.COMPLETE, rate: float = 2048.0, loss: float = 9.0) -> dict[str, Any]:
+    """The last event of a candidate; `loss` is that of update 10."""
     running = RunningCandidate(request, Deadline.after(1), 0.0, 0.0)
     running.hear({"event": "stage", "stage": "start"})
     running.hear({"event": "stage", "stage": "compile", "seconds": 1.0})
@@ -62,7 +62,9 @@ def ended(request: Any, fate: Fate = Fate.COMPLETE, rate: float = 2048.0) -> dic
     if fate == Fate.COMPLETE:
         for index in range(3):
             running.hear({"event": "window", "window": window(index, rate)})
-        running.hear({"event": "result", "targets_per_second": rate, "seconds_per_update": 2048 / rate})
+        proof = {"trajectory": [{"update": 10, "loss": loss, "grad_norm": 1.0}]}
+        result = {"targets_per_second": rate, "seconds_per_update": 2048 / rate, "proof": proof}
+        running.hear({"event": "result", **result})
     source = {"sha256": "0", "dirty": None}
     record = build_record(running, fate, None if fate == Fate.COMPLETE else "why", 9.0, {}, source, None)
     return {"event": "record", "record": record.model_dump(mode="json")}
@@ -117,6 +119,60 @@ def test_a_lost_candidate_keeps_the_windows_it_had(driver: StudyDriver, publishe
     assert len(record.windows) == 1
     assert record.targets_per_second is None
     assert driver.row(request["candidate"]).state == "lost"
+
+
+def test_a_candidate_that_learned_otherwise_never_wins(
+    driver: StudyDriver, published: list[TrialRecord], tmp_path: Path
+) -> None:
+    """However fast it is: it is invalid before it is published."""
+    while (request := driver.ask()) is not None:
+        liar = request["config"]["execution"]["update"] == "compiled"
+        rate, loss = (9000.0, 8.9) if liar else (2000.0, 9.0)
+        driver.hear(request["candidate"], ended(request, rate=rate, loss=loss))
+    fates = {record.execution["update"]: (record.fate, record.reason) for record in published}
+    assert fates["eager"] == (Fate.COMPLETE, None)
+    assert fates["compiled"][0] is Fate.INVALID
+    assert str(fates["compiled"][1]).startswith("update 10: loss 8.9 is outside, equal runs lie in 8.99")
+    selection = driver.study.selection()
+    assert selection is not None
+    assert selection.record.execution["update"] == "eager"
+    liars = [row for row in driver.rows() if row.state == "invalid"]
+    assert liars
+    assert all(row.detail.startswith("update 10: loss") for row in liars)
+
+
+def test_a_resumed_study_judges_by_the_baseline_it_had(tmp_path: Path, driver: StudyDriver) -> None:
+    first = driver.ask()
+    assert first is not None
+    baseline = TrialRecord.model_validate(ended(first)["record"])
+    published: list[TrialRecord] = []
+    space = fit_space(load_space("smoke"), CONFIG, "cpu", cores=2)
+    study = Study(space, records=[baseline])
+    deadline = Deadline.after(1000, FakeClock())
+    resumed = StudyDriver(study, "study", CONFIG, None, tmp_path, deadline, published.append, earlier=[baseline])
+    request = resumed.ask()
+    assert request is not None
+    resumed.hear(request["candidate"], ended(request, loss=8.9))
+    assert [record.fate for record in published] == [Fate.INVALID]
+
+
+def test_the_baseline_is_compared_with_the_reference(driver: StudyDriver) -> None:
+    first = driver.ask()
+    assert first is not None
+    assert first["parity"] is True
+    driver.hear(first["candidate"], ended(first))
+    second = driver.ask()
+    assert second is not None
+    assert second["parity"] is False
+
+
+def test_a_candidate_under_proof_says_so(driver: StudyDriver) -> None:
+    request = driver.ask()
+    assert request is not None
+    driver.hear(request["candidate"], {"event": "stage", "stage": "windows", "seconds": 1.0})
+    driver.hear(request["candidate"], {"event": "window", "window": window(0)})
+    driver.hear(request["candidate"], {"event": "stage", "stage": "proof"})
+    assert driver.row(request["candidate"]).detail == "proof"
 
 
 def finish(driver: StudyDriver, rate: Callable[[dict[str, Any]], float]) -> None:
