@@ -1,17 +1,17 @@
-"""Memory of this process, and what is made of the driver's listing."""
+"""Memory of this process, and what is made of the allocator's and the driver's listings."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pynvml
 import pytest
 import torch
 
-from tinyllm_ray.measure import memory as memory_module
-from tinyllm_ray.measure.memory import peak_memory
-
-MEBIBYTE = 2**20
+from tinyllm_ray.measure.memory import driver_bytes, graph_pool_bytes, peak_memory
 
 PEAK = """
 import resource
@@ -49,40 +49,96 @@ class TestCpu:
         found = peak_memory(torch.device("cpu"))
         assert found.peak_allocated_bytes is None
         assert found.peak_reserved_bytes is None
+        assert found.graph_pool_bytes is None
+
+
+def segment(size: int, pool: tuple[int, int] = (0, 0), device: int = 0) -> dict[str, Any]:
+    """What is read of an entry of `torch.cuda.memory_snapshot`."""
+    return {"device": device, "total_size": size, "segment_pool_id": pool}
+
+
+class TestGraphPools:
+    def test_segments_of_other_pools_than_the_shared_one_count(self) -> None:
+        segments = [segment(2), segment(20, (0, 1)), segment(200, (0, 2)), segment(2000, (1, 0))]
+        assert graph_pool_bytes(segments, 0) == 2220
+
+    def test_segments_of_another_device_do_not(self) -> None:
+        assert graph_pool_bytes([segment(20, (0, 1), device=1), segment(200, (0, 1))], 0) == 200
+
+    def test_without_graphs_there_are_none(self) -> None:
+        assert graph_pool_bytes([segment(2)], 0) == 0
+
+    def test_an_allocator_that_does_not_say_is_unknown(self) -> None:
+        assert graph_pool_bytes([{"device": 0, "total_size": 2}], 0) is None
 
 
 class TestDriver:
-    """`nvidia-smi` as a script that prints what the real one was seen to print."""
+    """The driver's answers, as `pynvml` gives them."""
 
     @pytest.fixture
-    def pretend(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        monkeypatch.setenv("PATH", str(tmp_path))
-        return tmp_path / "nvidia-smi"
-
-    @staticmethod
-    def write(path: Path, lines: list[str], status: int = 0) -> None:
-        said = "\n".join(f"echo '{line}'" for line in lines)
-        path.write_text(f"#!/bin/sh\n{said}\nexit {status}\n")
-        path.chmod(0o755)
+    def processes(self, monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
+        found: list[SimpleNamespace] = []
+        monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+        monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: None)
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
+        answers = {"GPU-1": found}
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", lambda device: answers[device])
+        return found
 
     @pytest.mark.parametrize(
-        ("lines", "mebibytes"),
+        ("held", "expected"),
         [
-            (["41, 100", "42, 1024", "43, 7"], 1024),
-            (["42, 1000", "42, 24"], 1024),
-            (["142, 9", "4, 9"], None),
-            (["42, [N/A]"], None),
-            (["42, [Insufficient Permissions]"], None),
+            ([(41, 100), (42, 1024), (43, 7)], 1024),
+            ([(42, 1000), (42, 24)], 1024),
+            ([(142, 9), (4, 9)], None),
+            ([(42, None)], None),
+            ([(42, None), (42, 24)], None),
             ([], None),
         ],
     )
-    def test_bytes_of_one_process(self, pretend: Path, lines: list[str], mebibytes: int | None) -> None:
-        self.write(pretend, lines)
-        assert memory_module._driver_bytes(42) == (None if mebibytes is None else mebibytes * MEBIBYTE)
+    def test_bytes_of_one_process(
+        self, processes: list[SimpleNamespace], held: list[tuple[int, int | None]], expected: int | None
+    ) -> None:
+        processes += [SimpleNamespace(pid=pid, usedGpuMemory=count) for pid, count in held]
+        assert driver_bytes("GPU-1", 42) == expected
 
-    def test_a_driver_that_fails_tells_nothing(self, pretend: Path) -> None:
-        self.write(pretend, ["42, 1024"], status=9)
-        assert memory_module._driver_bytes(42) is None
+    @pytest.mark.parametrize("failing", ["nvmlDeviceGetHandleByUUID", "nvmlDeviceGetComputeRunningProcesses"])
+    @pytest.mark.usefixtures("processes")
+    def test_a_driver_that_fails_tells_nothing(self, failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(_: object) -> None:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)
 
-    def test_without_a_driver_there_is_nothing_to_tell(self, pretend: Path) -> None:
-        assert memory_module._driver_bytes(42) is None
+        monkeypatch.setattr(pynvml, failing, fail)
+        assert driver_bytes("GPU-1", 42) is None
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one here")
+    def test_without_a_driver_there_is_nothing_to_tell(self) -> None:
+        assert driver_bytes("GPU-1", os.getpid()) is None
+
+
+@pytest.mark.gpu
+class TestGpu:
+    def test_every_figure_is_there_and_a_graphs_pool_is_told_apart(self) -> None:
+        """In a process of its own, whose peak nothing before has raised."""
+        subprocess.run([sys.executable, "-c", GRAPH], check=True)
+
+
+GRAPH = """
+import torch
+from tinyllm_ray.measure.memory import peak_memory
+
+device, mebibyte = torch.device("cuda", 0), 2**20
+torch.empty(64 * mebibyte, dtype=torch.uint8, device=device)
+before = peak_memory(device)
+assert before.graph_pool_bytes == 0
+assert before.peak_allocated_bytes >= 64 * mebibyte
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    held = torch.zeros(256 * mebibyte, dtype=torch.uint8, device=device)
+after = peak_memory(device)
+assert 256 * mebibyte <= after.graph_pool_bytes < 300 * mebibyte, after
+assert after.peak_reserved_bytes >= after.graph_pool_bytes + 64 * mebibyte
+# A container's driver may count by other process ids; where it knows this one, a context and the pools are in it.
+assert after.used_bytes is None or after.used_bytes >= after.graph_pool_bytes
+assert after.total_bytes > after.peak_reserved_bytes
+"""
