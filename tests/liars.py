@@ -11,6 +11,8 @@ from torch.nn import functional
 from tinyllm_ray.config import Config, validate
 from tinyllm_ray.model import llama
 from tinyllm_ray.records import TrajectoryPoint
+from tinyllm_ray.train import optimizer as optimizer_module
+from tinyllm_ray.train import trainer as trainer_module
 from tinyllm_ray.train import update as update_module
 from tinyllm_ray.train.optimizer import build_optimizer
 from tinyllm_ray.train.recipe import learning_rate
@@ -108,13 +110,14 @@ def _does_not_clip(patch: pytest.MonkeyPatch) -> None:
 
 def _keeps_the_first_rate(patch: pytest.MonkeyPatch) -> None:
     """As a graph does that captured the rate as a number."""
-    real, first = update_module.set_learning_rate, []
+    real, first = optimizer_module.set_learning_rate, []
 
     def frozen(optimizer: torch.optim.Optimizer, rate: float) -> None:
         first.append(rate)
         real(optimizer, first[0])
 
-    patch.setattr(update_module, "set_learning_rate", frozen)
+    for module in (update_module, trainer_module):  # whichever sets it
+        patch.setattr(module, "set_learning_rate", frozen, raising=False)
 
 
 def _drops_the_last_micro_batch(patch: pytest.MonkeyPatch) -> None:
@@ -130,13 +133,14 @@ def _runs_one_micro_batch_twice(patch: pytest.MonkeyPatch) -> None:
 
 def _replays_a_batch(patch: pytest.MonkeyPatch) -> None:
     """As a graph does whose input nobody fills."""
-    real, first = Update.__call__, []
+    name = "run" if hasattr(Update, "run") else "__call__"
+    real, first = getattr(Update, name), []
 
-    def call(self: Update, batch: torch.Tensor, rate: float) -> Statistics:
+    def call(self: Update, batch: torch.Tensor, *settings: Any) -> Statistics:
         first.append(batch)
-        return real(self, first[0], rate)
+        return real(self, first[0], *settings)
 
-    patch.setattr(Update, "__call__", call)
+    patch.setattr(Update, name, call)
 
 
 def _loses_accumulated_gradients(patch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ from tinyllm_ray.measure.band import (
     Interval,
     Trajectory,
     band_of,
-    checked_updates,
     of_equal_runs,
     prior_spread,
     within_band,
@@ -142,13 +141,6 @@ class TestBand:
     def test_no_run_spans_no_band(self) -> None:
         with pytest.raises(ValueError, match="0 run spans no band"):
             of_equal_runs([], lambda update: 0.0, float32=True)
-
-    @pytest.mark.parametrize(("updates", "checked"), [(17, (1, 5, 10)), (20, (1, 5, 10, 20)), (0, ())])
-    def test_a_short_run_is_checked_early(self, updates: int, checked: tuple[int, ...]) -> None:
-        assert checked_updates(updates) == checked
-
-    def test_a_whole_protocol_reaches_all(self) -> None:
-        assert checked_updates(320) == (1, 5, 10, 20, 60, 120)
 
     def test_its_width_is_the_spread_times_the_factor(self) -> None:
         runs = [points((10.0, 1.0)), points((11.5, 1.0)), points((9.5, 1.1))]

@@ -208,7 +208,7 @@ class Replayed(Trainer):
 
 
 def test_what_is_kept_outlives_the_next_replay() -> None:
-    watched = Watched(Replayed(), updates=9)
+    watched = Watched(Replayed())
     for _ in range(9):
         watched.step()
     points = [(point.update, point.loss, point.grad_norm) for point in watched.trajectory()]

@@ -84,11 +84,6 @@ Band = Mapping[int, Mapping[Quantity, Interval]]
 """Intervals by update."""
 
 
-def checked_updates(updates: int) -> tuple[int, ...]:
-    """The updates whose loss and norm are recorded of a run of `updates` updates."""
-    return tuple(update for update in (*EARLY_UPDATES, *CHECKED_UPDATES) if update <= updates)
-
-
 def of_equal_runs(
     runs: Sequence[Trajectory], learning_rates: Callable[[int], float], *, float32: bool, factor: float = 5.0
 ) -> Band:

@@ -89,7 +89,7 @@ _LOSS_WORDS = re.compile(r"log_softmax|nll_loss|cross_entropy")
 _FUSED_RULES: tuple[tuple[KernelCategory, re.Pattern[str]], ...] = (
     # The first half of a long softmax that Inductor split; the scores' is seldom that long.
     ("loss", re.compile(rf"{_LOSS_WORDS.pattern}|prepare_softmax_online")),
-    ("optimizer", re.compile(r"_foreach|adam|addcdiv|lerp|clip|optimizer|_update_columns|_gradient_norm")),
+    ("optimizer", re.compile(r"_foreach|adam|addcdiv|lerp|clip|optimizer")),
     ("norm", re.compile(r"_norm|rsqrt|_pow")),
     ("activation", re.compile(r"silu|gelu|sigmoid|relu|swiglu")),
     ("rotary", re.compile(r"_(?:cos|sin|rotary|rope|rotate)(?=_|$)|_mul_(?:.*_)?(?:sub|neg)(?=_|$)")),
@@ -97,6 +97,7 @@ _FUSED_RULES: tuple[tuple[KernelCategory, re.Pattern[str]], ...] = (
 )
 # In an Inductor name a product is only what a bias is added to.
 _OWN_PRODUCT = re.compile(r"matmul|linear")
+_OWN_OPTIMIZER = re.compile(r"(?:^|_)(?:collect|settle|update|gradient_norm)(?:_|$)")
 _OWN_LOSS = re.compile(rf"{_LOSS_WORDS.pattern}|(?:^|_)loss(?:_|$)")
 # A fused kernel that only rearranges what attention returned is named after it, on whatever backend attention ran.
 _REARRANGED_ATTENTION = re.compile(r"_scaled_dot_product_(?:[a-z]+_)*?attention(?:_for_cpu)?(?:_backward)?")
@@ -141,6 +142,8 @@ def _categorize_own(name: str) -> KernelCategory:
     """Of a kernel written by hand."""
     if _OWN_LOSS.search(name):
         return "loss"
+    if _OWN_OPTIMIZER.search(name):
+        return "optimizer"
     return "matmul" if _OWN_PRODUCT.search(name) else _categorize_fused("_" + name)
 
 

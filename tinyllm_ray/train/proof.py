@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tinyllm_ray.data.cache import TokenCache
-from tinyllm_ray.measure.band import checked_updates
+from tinyllm_ray.measure.band import CHECKED_UPDATES, EARLY_UPDATES
 from tinyllm_ray.measure.kernels import attention_backend, match, record_kernels
 from tinyllm_ray.records import KernelTime, Proof, TrajectoryPoint
 from tinyllm_ray.train.reference import check_parity
@@ -29,15 +29,15 @@ class Watched:
     checked update, so that nothing waits for them inside a window.
     """
 
-    def __init__(self, trainer: Trainer, updates: int) -> None:
-        """`updates` is how many will be made."""
+    _CHECKED = frozenset((*EARLY_UPDATES, *CHECKED_UPDATES))
+
+    def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._checked = frozenset(checked_updates(updates))
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def step(self) -> Statistics:
         said = self._trainer.step()
-        if self._trainer.updates in self._checked:
+        if self._trainer.updates in self._CHECKED:
             self._kept[self._trainer.updates] = said.loss.clone(), said.grad_norm.clone()
         return said
 

@@ -85,9 +85,8 @@ def _measure_candidate(request: TrialRequest, emit: Emit, begin: float, clock: C
         def window(seen: Any) -> None:
             emit({"event": "window", "window": seen.model_dump(mode="json")})
 
-        protocol = request.protocol
-        watched = Watched(trainer, protocol.warmup_updates + protocol.windows * protocol.updates_per_window)
-        found = measure(watched, protocol, window, first_update, warm, clock)
+        watched = Watched(trainer)
+        found = measure(watched, request.protocol, window, first_update, warm, clock)
         memory = peak_memory(trainer.device)  # before the proof, which takes of its own
         emit({"event": "stage", "stage": "proof"})
         proof_began = clock()
