@@ -15,6 +15,7 @@ import tinyllm_ray
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.records import Fate, Protocol, TrialRecord
+from tinyllm_ray.search.judgement import judged
 from tinyllm_ray.train.launcher import Launcher
 from tinyllm_ray.train.trainer import Trainer
 
@@ -134,6 +135,13 @@ def test_an_eager_candidate_has_a_whole_record(bench: Bench, tiny: MakeConfig) -
     assert (device.kind, device.host) == ("cpu", os.uname().nodename)
     assert record.environment["cpu_threads"] == 1
     assert_learned(record, figures_here(tiny()))
+    assert record.seconds.proof is not None
+    assert record.seconds.proof > 0
+    assert record.kernels is not None
+    assert {"attention_forward", "attention_backward", "optimizer"} <= {kernel.category for kernel in record.kernels}
+    assert record.proof is not None
+    assert record.proof.attention_seen == ["flash"]
+    assert [point.update for point in record.proof.trajectory] == [1, 5]
 
 
 def test_a_candidate_trains_on_the_tokens_of_the_cache(bench: Bench, tiny: MakeConfig, tiny_cache: TokenCache) -> None:
@@ -146,7 +154,11 @@ def test_a_candidate_trains_on_the_tokens_of_the_cache(bench: Bench, tiny: MakeC
 def test_a_compiled_candidate_learns_as_an_eager_one(bench: Bench, tiny: MakeConfig) -> None:
     """A single layer, since each of its fifteen kernels costs a compiler two seconds."""
     record = bench.run(tiny(model={"layers": 1}, execution={"update": "compiled"}))
+    eager = bench.run(tiny(model={"layers": 1}))
+    record = judged(record, [eager], eager.execution_identity, lambda update: 0.0)
     assert (record.fate, record.reason) == (Fate.COMPLETE, None)
+    assert record.proof is not None
+    assert record.proof.attention_seen == ["flash"]
     assert record.execution["compile_mode"] == "default"
     assert_learned(record, figures_here(tiny(model={"layers": 1})))
     assert list((bench.folder / "compile" / "inductor" / "aotautograd").iterdir()), "a cache the next one starts from"
