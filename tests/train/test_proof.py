@@ -2,7 +2,6 @@
 
 import math
 import re
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -11,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from liars import LIES, Lie, lying
+from whole_trials import measured
 
-from tinyllm_ray.clock import Deadline
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.measure.kernels import by_category
@@ -21,11 +20,9 @@ from tinyllm_ray.records import Fate, Protocol, TrialRecord
 from tinyllm_ray.search.judgement import judged
 from tinyllm_ray.train import proof as proof_module
 from tinyllm_ray.train import update as update_module
-from tinyllm_ray.train.outcome import RunningCandidate, build_record, judge
 from tinyllm_ray.train.proof import Watched
 from tinyllm_ray.train.recipe import learning_rate_sum
 from tinyllm_ray.train.trainer import Trainer
-from tinyllm_ray.train.trial import TrialRequest, run_trial
 from tinyllm_ray.train.update import Statistics
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these hold what the CPU computes")
@@ -44,21 +41,7 @@ def measure(tiny: MakeConfig, tiny_cache: TokenCache) -> Measure:
 
     def run(parity: bool = False, **sections: Any) -> TrialRecord:
         config = tiny(**{"model": {"layers": 1}, "optimizer": {"gradient_clip": 0.5}} | sections)
-        request = TrialRequest(
-            study="s",
-            candidate="c01",
-            label="l",
-            config=config.model_dump(mode="json"),
-            protocol=PROTOCOL,
-            cache=str(tiny_cache.folder),
-            cache_identity=tiny_cache.identity,
-            limit_seconds=60,
-            parity=parity,
-        )
-        candidate = RunningCandidate(request.model_dump(mode="json"), Deadline.after(60), 0.0, 0.0)
-        run_trial(request, candidate.hear, time.perf_counter())
-        fate, reason = judge(candidate, {"event": "ended", "status": 0})
-        return build_record(candidate, fate, reason, 1.0, {}, {"sha256": "s", "dirty": None}, None)
+        return measured(config, tiny_cache, PROTOCOL, parity)
 
     return run
 
