@@ -15,10 +15,11 @@ from whole_trials import measured
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.measure.kernels import by_category
-from tinyllm_ray.measure.parity import FLOAT32
+from tinyllm_ray.measure.parity import FLOAT32, Tolerance
 from tinyllm_ray.records import Fate, Protocol, TrialRecord
 from tinyllm_ray.search.judgement import judged
 from tinyllm_ray.train import proof as proof_module
+from tinyllm_ray.train import reference as reference_module
 from tinyllm_ray.train import update as update_module
 from tinyllm_ray.train.proof import Watched
 from tinyllm_ray.train.recipe import learning_rate_sum
@@ -156,6 +157,41 @@ class TestLiars:
     def test_honest_executions_stay_complete(self, execution: dict[str, Any], measure: Measure, told: Told) -> None:
         record = told(measure(parity=True, execution=execution))
         assert (record.fate, record.reason) == (Fate.COMPLETE, None)
+
+
+class TestLowPrecision:
+    """bf16 autocast, as the trainer has it on a GPU."""
+
+    @pytest.fixture(autouse=True)
+    def _as_on_a_gpu(self, monkeypatch: pytest.MonkeyPatch, _one_profiled_update: None) -> None:
+        real = torch.autocast
+        monkeypatch.setattr(torch, "autocast", lambda device, dtype, **_: real(device, dtype))
+
+    def test_it_is_not_what_float32_computes(self, measure: Measure) -> None:
+        record = measure(parity=True)
+        assert record.fate is Fate.INVALID
+        assert str(record.reason).startswith("parity with float32: the ")
+
+    def test_ordinary_rounding_passes_where_bf16_is_what_was_asked(
+        self, measure: Measure, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(reference_module, "in_bf16", lambda device: True)
+        # Less than bf16 does to this model, as the tolerance may be for a smaller one.
+        monkeypatch.setattr(reference_module, "BFLOAT16", Tolerance(loss=1e-3, gradient=1e-3, weight=0.25))
+        record = measure(parity=True)
+        assert (record.fate, record.reason) == (Fate.COMPLETE, None)
+        assert record.proof is not None
+        assert record.proof.parity is not None
+        assert record.proof.parity.relative_gradient_error is not None
+        assert record.proof.parity.relative_gradient_error > 2e-3
+
+    @pytest.mark.parametrize("name", ["does not clip", "drops the last micro-batch"])
+    def test_a_liar_is_told_from_rounding(self, name: str, measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(reference_module, "in_bf16", lambda device: True)
+        with lying(LIES[name]):
+            record = measure(parity=True)
+        assert record.fate is Fate.INVALID
+        assert str(record.reason).startswith("parity with float32: the ")
 
 
 class TestPacks:

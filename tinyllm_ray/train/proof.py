@@ -18,6 +18,7 @@ from tinyllm_ray.train.reference import check_parity
 from tinyllm_ray.train.trainer import Trainer
 from tinyllm_ray.train.update import Statistics
 
+_CHECKED = frozenset((*EARLY_UPDATES, *CHECKED_UPDATES))
 _PROFILED_UPDATES = 3
 _PROFILE_LIMIT_SECONDS = 1.0
 
@@ -29,15 +30,13 @@ class Watched:
     checked update, so that nothing waits for them inside a window.
     """
 
-    _CHECKED = frozenset((*EARLY_UPDATES, *CHECKED_UPDATES))
-
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def step(self) -> Statistics:
         said = self._trainer.step()
-        if self._trainer.updates in self._CHECKED:
+        if self._trainer.updates in _CHECKED:
             self._kept[self._trainer.updates] = said.loss.clone(), said.grad_norm.clone()
         return said
 

@@ -36,13 +36,18 @@ def check_parity(trainer: Trainer, cache: TokenCache | None, range_server: str |
     made = trainer.updates
     rows = _next_rows(trainer, cache, range_server)
     found = compare(_updated(trainer), _plain(trainer, rows, low=False))
-    low = trainer.device.type == "cuda"
+    low = in_bf16(trainer.device)
     fault = found.mismatch(BFLOAT16 if low else FLOAT32)
     if fault is not None and low:
         rows = _next_rows(trainer, cache, range_server)
         ordinary = compare(_plain(trainer, rows, low=True), _plain(trainer, rows, low=False))
         fault = found.mismatch(_no_less_than(ordinary))
     return found.record(made, trainer.targets_per_update), fault and f"parity with float32: {fault}"
+
+
+def in_bf16(device: torch.device) -> bool:
+    """Whether the trainer computes in bf16 autocast there (update.py, `build_loss`)."""
+    return device.type == "cuda"
 
 
 def _next_rows(trainer: Trainer, cache: TokenCache | None, range_server: str | None) -> torch.Tensor:
