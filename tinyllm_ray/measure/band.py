@@ -24,7 +24,7 @@ by 16 executions.
     320     0.082                         1e-3                12%
 
 What counts there is how far the weights have come, and AdamW moves each by about the learning rate an update: another
-recipe reaches a sum of 0.08 after 66 updates, and its updates after that prove little. So early updates are checked.
+recipe reaches a sum of 0.08 after 67 updates, and its updates after that prove little. So early updates are checked.
 """
 
 import math
