@@ -99,6 +99,18 @@ def test_another_training_is_no_reference(other: dict[str, Any]) -> None:
     assert told(a_record("other", MUCH), a_record("base", **other)).fate is Fate.COMPLETE
 
 
+def test_of_a_synthetic_batch_only_the_first_updates_count() -> None:
+    """It is soon known by heart."""
+    base, early, late = (
+        a_record(name, off, updates=(1, 60), cache_identity=None)
+        for name, off in (("base", 0.0), ("early", MUCH), ("late", 0.0))
+    )
+    assert late.proof is not None
+    points = [late.proof.trajectory[0], late.proof.trajectory[1].model_copy(update={"loss": 4.0})]
+    assert told(early, base).fate is Fate.INVALID
+    assert told(late.model_copy(update={"proof": Proof(trajectory=points)}), base).fate is Fate.COMPLETE
+
+
 def test_without_a_baseline_the_first_eager_execution_is_the_reference() -> None:
     failed, eager = a_record("base", fate=Fate.OUT_OF_MEMORY, proof=None), a_record("eager mb8")
     assert told(a_record("other", MUCH), failed, a_record("compiled", MUCH), eager).fate is Fate.INVALID
