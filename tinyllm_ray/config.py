@@ -79,6 +79,11 @@ class Config(Section):
                 f"execution.compile_mode {mode} replays CUDA graphs, which packed models do not; take default or "
                 "max-autotune-no-cudagraphs"
             )
+        if self.packing.models > 1 and (self.execution.update, self.packed_backward) == ("graph", "processes"):
+            raise ValueError(
+                "execution.update graph captures an update within one process; with packed_backward processes take "
+                "update eager or compiled, or take packed_backward at_once or one_by_one"
+            )
         return self
 
     @property

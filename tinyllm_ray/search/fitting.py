@@ -58,6 +58,8 @@ class FittedSpace:
             # The same kernels without graphs of their own, which the graph of the whole update replaces.
             autotuned = execution["compile_mode"] == "max-autotune"
             execution["compile_mode"] = "max-autotune-no-cudagraphs" if autotuned else "default"
+        if execution["update"] == "graph" and execution["packed_backward"] == "processes":
+            execution["packed_backward"] = None  # a graph captures the work of one process
         return _settled(execution)
 
     def executions(self) -> Iterator[dict[str, Any]]:

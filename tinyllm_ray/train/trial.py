@@ -18,7 +18,6 @@ from tinyllm_ray.clock import Clock
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import open_cache
 from tinyllm_ray.measure.environment import devices
-from tinyllm_ray.measure.memory import peak_memory
 from tinyllm_ray.measure.windows import measure
 from tinyllm_ray.records import Protocol
 from tinyllm_ray.train.trainer import Trainer
@@ -87,7 +86,7 @@ def _measure_candidate(request: TrialRequest, emit: Emit, begin: float, clock: C
                 "event": "result",
                 "seconds_per_update": found.seconds_per_update,
                 "targets_per_second": found.targets_per_second,
-                "memory": peak_memory(trainer.device).model_dump(mode="json"),
+                "memory": trainer.peak_memory().model_dump(mode="json"),
                 "devices": [device.model_dump(mode="json") for device in devices()],
                 "threads": trainer.threads,
             }
