@@ -1,4 +1,4 @@
-"""Models in processes of their own against the same models one by one in this one, and what becomes of the processes."""
+"""Models in processes of their own against the same models one by one in this one, and how the processes end."""
 
 import os
 import signal
@@ -214,7 +214,7 @@ def test_children_start_where_another_thread_trains(tiny: MakeConfig) -> None:
 
 
 def test_a_graph_of_an_update_is_refused(tiny: MakeConfig) -> None:
-    with pytest.raises(ConfigError, match="update graph captures an update within one process.*take packed_backward"):
+    with pytest.raises(ConfigError, match=r"update graph captures an update within one process.*take packed_backward"):
         pack(tiny, APART, update="graph", **PROCESSES)
     assert tiny(execution={"update": "graph", **PROCESSES}).packed_backward == "processes", "one model has none"
 
