@@ -39,7 +39,7 @@ from tinyllm_ray.train.packed_backward import pass_backward
 from tinyllm_ray.train.packed_shared import Shared, share, views_of
 from tinyllm_ray.train.update import build_loss, traced_once
 
-_SECONDS_TO_END = 5.0
+_SECONDS_TO_END = 10.0
 """How long children that are asked to end may take before they are killed."""
 
 _SECONDS_BETWEEN_LOOKS = 1.0
