@@ -76,7 +76,9 @@ def run(apart: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TestMixed:
-    def test_is_one_training_evaluated_at_its_average(self, mixed: Config, tmp_path: Path) -> None:
+    def test_is_one_training_evaluated_at_its_average(
+        self, mixed: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         out = tmp_path / "run"
         assert train(mixed, out) == 0
         result = read_json(out / "result.json")
@@ -101,6 +103,11 @@ class TestMixed:
         for name, average in weights["model.safetensors"].items():
             both = [weights[f"workers/{worker:02}/model.safetensors"][name] for worker in range(2)]
             torch.testing.assert_close(average, torch.stack(both).mean(0), rtol=1e-6, atol=1e-7)
+        capsys.readouterr()
+        assert main(["evaluate", str(out)]) == 0
+        assert f'"loss": {result["validation"]["loss"]},' in capsys.readouterr().out
+        assert main(["evaluate", str(find_checkpoint(out).path / "workers" / "00")]) == 0
+        assert f'"loss": {result["validation"]["loss"]},' not in capsys.readouterr().out
 
     @pytest.mark.parametrize("stop", [1, 4, 7])
     def test_resumes_bit_for_bit(self, mixed: Config, tmp_path: Path, stop: int) -> None:
