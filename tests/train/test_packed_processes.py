@@ -19,10 +19,11 @@ from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.measure.memory import peak_memory
+from tinyllm_ray.model.packed import initialize_packed
 from tinyllm_ray.train.checkpoint import open_checkpoint
 from tinyllm_ray.train.checkpoints import find_checkpoint, save_checkpoint
 from tinyllm_ray.train.packed_processes import ModelProcessError, Processes
-from tinyllm_ray.train.packed_shared import views_of
+from tinyllm_ray.train.packed_shared import share, views_of
 from tinyllm_ray.train.trainer import Trainer
 
 MakeConfig = Callable[..., Config]
@@ -217,6 +218,21 @@ def test_a_graph_of_an_update_is_refused(tiny: MakeConfig) -> None:
     with pytest.raises(ConfigError, match=r"update graph captures an update within one process.*take packed_backward"):
         pack(tiny, APART, update="graph", **PROCESSES)
     assert tiny(execution={"update": "graph", **PROCESSES}).packed_backward == "processes", "one model has none"
+
+
+@pytest.mark.parametrize(("threads", "each"), [(1, 1), (5, 2), (6, 3)])
+def test_what_is_shared_holds_the_models_as_they_were(tiny: MakeConfig, threads: int, each: int) -> None:
+    config = pack(tiny, APART)
+    model = initialize_packed(config.model, [1, 2]).double()
+    before = [weight.detach().clone() for weight in model.parameters()]
+    torch.set_num_threads(threads)
+    shared = share(model, config)
+    assert shared.threads == each, "of two models"
+    assert all(map(torch.equal, before, model.parameters()))
+    assert all(tensor.is_shared() for tensor in (shared.weights, shared.gradients, shared.rows, shared.losses))
+    assert {weight.untyped_storage().data_ptr() for weight in model.parameters()} == {shared.weights.data_ptr()}
+    assert (shared.rows.shape, shared.rows.dtype) == ((2, 4, 17), torch.int64)
+    assert (shared.gradients.dtype, shared.losses.dtype) == (torch.float64, torch.float64)
 
 
 def test_weights_have_places_of_their_own_in_a_buffer() -> None:
