@@ -6,17 +6,13 @@ from typing import Any
 
 from packed_probes import common_rates
 
-from tinyllm_ray.config import Config
-
 GOALS = {("packed4-20m-awc", 131_072): (2.0e6, 2.7e6), ("packed8-20m-awc", 131_072): (1.9e6, 2.6e6)}
 """Targets/s of a packed row, by preset and targets an update: compiled, and by the fast update."""
 UNMIXED_GOAL = {("20m-32k", 8, 4): 2.0}
 """Packed over one after another, by preset, models and rows."""
 
 
-def summarize(
-    label: dict[str, Any], processes: list[list[Config]], found: list[list[dict[str, Any]]]
-) -> dict[str, Any]:
+def summarize(label: dict[str, Any], found: list[list[dict[str, Any]]]) -> dict[str, Any]:
     """A row's figures of what its processes' trainings say."""
     every = [training for process in found for training in process]
     windows = [training["windows"] for training in every]
@@ -32,12 +28,10 @@ def summarize(
         whole = key in {"total_bytes", "device_used_bytes"}
         memory[key] = None if None in values else max(values) if whole else add(values)
     parts = every[0]["parts_seconds"]
-    targets = sum(config.targets_per_update for configs in processes for config in configs)
-    goals = GOALS.get((label["preset"], targets)) if label["way"] == "packed" else None
+    goals = GOALS.get((label["preset"], label["targets_per_update"])) if label["way"] == "packed" else None
     return {
         "device": every[0]["device"],
         "threads": every[0]["threads"],
-        "targets_per_update": targets,
         "targets_per_second": median(rates) if rates else None,
         "goals_targets_per_second": goals,
         "windows": rates,

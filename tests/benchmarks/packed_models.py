@@ -10,23 +10,27 @@ side by side; one that compiles alone takes some 20 s.
     python tests/benchmarks/packed_models.py --preset packed4-20m-awc packed8-20m-awc 20m-32k --models 8 --rows 4 \\
         --ways packed one_after_another --execution update=compiled --execution update=graph FAST \\
         --prepare 8 --out goals.json
-    python tests/benchmarks/packed_models.py --preset 20m-32k --models 1 2 4 8 16 --rows 4 --updates 15 \\
-        --execution update=compiled --execution update=compiled packed_backward=processes --prepare 8 --out numbers.json
+    python tests/benchmarks/packed_models.py --preset 20m-32k --models 1 2 4 --rows 4 --updates 15 \\
+        --ways packed one_after_another processes --execution update=compiled \\
+        --execution update=compiled packed_backward=processes --prepare 8 --out numbers.json
     python tests/benchmarks/packed_models.py --preset packed4-20m-awc packed8-20m-awc --ways packed --prepare 8 \\
         --execution update=compiled packed_backward=at_once --execution update=compiled packed_backward=one_by_one \\
         --execution update=compiled packed_backward=processes --execution update=graph packed_backward=at_once \\
-        --execution update=compiled packed_backward=at_once micro_batch_size=8 --out executions.json
-    python tests/benchmarks/packed_models.py --preset packed4-20m-awc packed8-20m-awc 20m-32k --models 8 --rows 4 \\
+        --execution update=graph FAST packed_backward=at_once --out executions.json
+    python tests/benchmarks/packed_models.py --preset 20m-32k --models 8 --rows 4 \\
         --ways packed one_after_another alone --execution update=compiled compile_mode=reduce-overhead \\
         --execution update=graph --execution update=graph loss_kernel=triton --execution update=graph FAST \\
         --prepare 8 --out fast.json
+
+The second once more with --models 8 16 has the larger numbers.
 
 A preset of packed models is measured as it is. Any other is packed by --models, unmixed, every model at --rows rows an
 update and with its own seed. Ways, each in processes of their own:
 
 packed              the models in one process, by every --execution (packed_backward=processes gives each model one of
                     its own for forward and backward, and is told apart in the ratios)
-one_after_another   the same trainings, each alone on the device: all their targets by all their windows' seconds
+one_after_another   the same trainings, each alone on the device: all their targets by all their windows' seconds; at
+                    most --most-alone of them are run, as they differ in seeds alone
 processes           the same trainings at once, a process each, counted while all are inside their windows; without
                     MPS a GPU takes turns between them
 alone               the yardstick: one model at the tokens that an update of all of them has, default micro-batches
@@ -110,6 +114,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--preset", nargs="+", default=["nano"])
     parser.add_argument("--models", type=int, nargs="+", default=[8], help="of a pack, where the preset is one model")
     parser.add_argument("--rows", type=int, default=4, help="of each of those in an update")
+    parser.add_argument("--most-alone", type=int, default=4, help="trainings of one_after_another that are run")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
     parser.add_argument(
         "--execution", nargs="*", action="append", metavar="KEY=VALUE", help="once for each one; or FAST"
@@ -154,13 +159,14 @@ def plan(options: argparse.Namespace) -> Iterator[Row]:
                     continue
                 seen.add(name)
                 try:
-                    processes = trainings(config, way, execution)
+                    processes = trainings(config, way, execution, options.most_alone)
                 except ConfigError as error:
                     print(f"left out: {name}: {error}", flush=True)
                     continue
                 if processes:
                     first = processes[0][0]
                     settled = {"rows_a_model": config.rows_per_model, "micro_batch_size": first.micro_batch_size}
+                    settled["targets_per_update"] = config.targets_per_update
                     settled["packed_backward"] = first.packed_backward if way == "packed" else None
                     yield Row(label | settled, processes)
 
@@ -176,7 +182,7 @@ def pack(base: Config, models: int, rows: int) -> Config:
     return validate(values, "--models")
 
 
-def trainings(config: Config, way: str, execution: dict[str, Any]) -> list[list[Config]]:
+def trainings(config: Config, way: str, execution: dict[str, Any], most_alone: int) -> list[list[Config]]:
     """What each process of a way trains; none where mixed models have no such way."""
     if way == "packed":
         return [[config.with_execution(execution)]]
@@ -187,7 +193,7 @@ def trainings(config: Config, way: str, execution: dict[str, Any]) -> list[list[
     if config.packing.mixed:
         return []
     solos = [solo_config(config, worker).with_execution(execution) for worker in range(config.packing.models)]
-    return [solos] if way == "one_after_another" else [[solo] for solo in solos]
+    return [solos[:most_alone]] if way == "one_after_another" else [[solo] for solo in solos]
 
 
 def prepare(rows: list[Row], options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -229,7 +235,7 @@ def measure_row(row: Row, options: argparse.Namespace) -> dict[str, Any]:
         # Those who only waited for it say less than the one that failed.
         first = min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))
         return {"error": f"{type(first).__name__}: {first}"}
-    return summarize(row.label, row.processes, [future.result() for future in futures])
+    return summarize(row.label, [future.result() for future in futures])
 
 
 if __name__ == "__main__":
