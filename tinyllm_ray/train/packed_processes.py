@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from multiprocessing import connection, resource_tracker
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -214,6 +215,15 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
+def _own_peaks(device: torch.device) -> Memory:
+    """As `peak_memory`, but the resident set by Linux's other count: `ru_maxrss` begins at what the parent's was."""
+    peaks, status = peak_memory(device), Path("/proc/self/status")
+    if device.type == "cuda" or not status.exists():
+        return peaks
+    (resident,) = (line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    return peaks.model_copy(update={"used_bytes": int(resident) * 1024})
+
+
 class _Child:
     """One model in its process."""
 
@@ -237,7 +247,7 @@ class _Child:
         self._rows, self._found = shared.rows[number], shared.losses[number]
 
     def answer(self, request: str) -> Any:
-        return peak_memory(self._device).model_dump() if request == "memory" else self._step()
+        return _own_peaks(self._device).model_dump() if request == "memory" else self._step()
 
     def _step(self) -> None:
         torch._foreach_zero_(self._gradients)
