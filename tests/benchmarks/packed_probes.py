@@ -157,7 +157,7 @@ def time_parts(trainer: Trainer, updates: int) -> dict[str, float] | None:
 
     A part ends where the next begins, so that what the device idles is in one of them. Forward is everything before a
     backward pass (the batch too), norm and clipping everything between the last one and the optimizer's step. Marks are
-    set by the optimizer's hooks and around `torch.autograd.backward`, the call by which every update passes backward.
+    set by the optimizer's hooks and around `torch.autograd.backward` and `grad`, by which updates pass backward.
     None where a CUDA graph replays the whole update and passes none of these. One kernel mixes and steps: what mixing
     adds to it is told by itself.
     """
@@ -179,8 +179,11 @@ def time_parts(trainer: Trainer, updates: int) -> dict[str, float] | None:
         trainer.optimizer.register_step_post_hook(lambda *_: marks.append(("optimizer", clock.stamp()))),
     ]
     elsewhere = marked(Processes.__call__, None, "forward_and_backward")
-    backward = marked(torch.autograd.backward, "forward", "backward")
-    with mock.patch.object(torch.autograd, "backward", backward), mock.patch.object(Processes, "__call__", elsewhere):
+    with contextlib.ExitStack() as patched:
+        for name in ("backward", "grad"):
+            timed = marked(getattr(torch.autograd, name), "forward", "backward")
+            patched.enter_context(mock.patch.object(torch.autograd, name, timed))
+        patched.enter_context(mock.patch.object(Processes, "__call__", elsewhere))
         trainer.step()  # the host gets ahead of the device
         for _ in range(updates):
             marks.append(("between", clock.stamp()))
