@@ -76,8 +76,14 @@ def refusal(*overrides: str) -> str:
             "execution.compile_mode reduce-overhead replays CUDA graphs, which packed models do not; take default or "
             "max-autotune-no-cudagraphs",
         ),
+        (
+            ["packing.models=2", "execution.update=graph", "execution.packed_backward=processes"],
+            "execution.update graph captures an update within one process; with packed_backward processes take update "
+            "eager or compiled, or take packed_backward at_once or one_by_one",
+        ),
         (["packing.topology=ring"], "packing.topology: 'ring' is not allowed: input should be 'complete', "),
         (["packing.models=0"], "packing.models: 0 is not allowed: input should be greater than 0"),
+        (["packing.models=4097"], "packing.models: 4097 is not allowed: input should be less than or equal to 4096"),
         ([*MIXED, "packing.consensus_power=0"], "packing.consensus_power: 0 is not allowed"),
         (["packing.models=2", "packing.variants=[{}, {betas: [0.9, 1]}]"], "packing.variants.1.betas.1: 1 is not"),
         (

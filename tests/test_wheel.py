@@ -39,7 +39,7 @@ def test_it_holds_its_data_and_not_the_tests(python: Path, tmp_path: Path) -> No
     file, presets, spaces, tests = lines.splitlines()
     assert Path(file).is_relative_to(python.parents[1])
     assert presets == str(preset_names())
-    assert spaces == "['execution', 'smoke']"
+    assert spaces == "['execution', 'packed', 'smoke']"
     assert tests == "None"
 
 

@@ -149,7 +149,7 @@ class PackingConfig(Section):
     it would be alone, and training.tokens_per_update is each one's.
     """
 
-    models: Integer = Field(default=1, gt=0)
+    models: Integer = Field(default=1, gt=0, le=4096)
     topology: Topology | None = None
     """Who averages weights with whom; null is nobody."""
     scheme: Scheme | None = None

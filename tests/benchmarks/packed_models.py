@@ -1,38 +1,47 @@
 """Packed models against the same trained one after the other, by processes that share the device, and as one model.
 
-    python tests/benchmarks/packed_models.py --preset nano --models 4 --rows 2 --updates 3 --execution cpu_threads=1
+    python tests/benchmarks/packed_models.py --preset nano --models 2 --rows 2 --warmup 2 --updates 2 --windows 2 \\
+        --execution cpu_threads=1 --execution cpu_threads=1 packed_backward=processes
 
-does it on two CPU cores. On one H200, each meant for a call of under 5 minutes (`timeout 290`): goals, the same held
-against CUDA graphs (which packs do not replay), executions of packs, numbers of models. Each prepares its graphs side
-by side; one that compiles alone takes some 20 s.
+does it on two CPU cores in a minute. On one H200, each meant for a call of under 5 minutes (`timeout 290`): goals,
+numbers of models, executions of packs, the fast update (FAST is every setting of it below). Each prepares its graphs
+side by side; one that compiles alone takes some 20 s.
 
     python tests/benchmarks/packed_models.py --preset packed4-20m-awc packed8-20m-awc 20m-32k --models 8 --rows 4 \\
-        --execution update=compiled --prepare 8 --out goals.json
-    python tests/benchmarks/packed_models.py --preset 20m-32k --models 8 --rows 4 --execution update=compiled \\
-        --ways packed one_after_another processes --execution update=compiled compile_mode=reduce-overhead \\
-        --prepare 8 --out graphs.json
-    python tests/benchmarks/packed_models.py --preset packed4-20m-awc packed8-20m-awc --ways packed \\
+        --ways packed one_after_another --execution update=compiled --execution update=graph FAST \\
+        --prepare 8 --out goals.json
+    python tests/benchmarks/packed_models.py --preset 20m-32k --models 1 2 4 --rows 4 --updates 15 \\
+        --ways packed one_after_another processes --execution update=compiled \\
+        --execution update=compiled packed_backward=processes --prepare 8 --out numbers.json
+    python tests/benchmarks/packed_models.py --preset packed4-20m-awc packed8-20m-awc --ways packed --prepare 8 \\
         --execution update=compiled packed_backward=at_once --execution update=compiled packed_backward=one_by_one \\
-        --execution update=compiled packed_backward=at_once micro_batch_size=8 --prepare 8 --out executions.json
-    python tests/benchmarks/packed_models.py --preset 20m-32k --models 1 2 4 8 16 --rows 4 --ways packed processes \\
-        --execution update=compiled --prepare 8 --out numbers.json
+        --execution update=compiled packed_backward=processes --execution update=graph packed_backward=at_once \\
+        --execution update=graph FAST packed_backward=at_once --out executions.json
+    python tests/benchmarks/packed_models.py --preset 20m-32k --models 8 --rows 4 \\
+        --ways packed one_after_another alone --execution update=compiled compile_mode=reduce-overhead \\
+        --execution update=graph --execution update=graph loss_kernel=triton --execution update=graph FAST \\
+        --prepare 8 --out fast.json
+
+The second once more with --models 8 16 has the larger numbers.
 
 A preset of packed models is measured as it is. Any other is packed by --models, unmixed, every model at --rows rows an
 update and with its own seed. Ways, each in processes of their own:
 
-packed              the models in one process, by every --execution
-one_after_another   the same trainings, each alone on the device: all their targets by all their windows' seconds
+packed              the models in one process, by every --execution (packed_backward=processes gives each model one of
+                    its own for forward and backward, and is told apart in the ratios)
+one_after_another   the same trainings, each alone on the device: all their targets by all their windows' seconds; at
+                    most --most-alone of them are run, as they differ in seeds alone
 processes           the same trainings at once, a process each, counted while all are inside their windows; without
                     MPS a GPU takes turns between them
 alone               the yardstick: one model at the tokens that an update of all of them has, default micro-batches
 
 Mixed models are one training, so packed and alone are all they have; of --models 1 alone is all there is, and what any
-number of them reaches one after another. The real trainer runs, on the default corpus
-(--tokens synthetic: a batch that stays on the device): --warmup updates, --windows windows of --updates updates between
-two waits for the device, and --part-updates updates by their parts. Throughput is the median of the windows; starts and
-first updates (compilation) are told apart. Memory is summed over processes; device_used_bytes is the whole device's.
-With --prepare N the rows' graphs are compiled first, N processes side by side, and kernels are tuned again when a row
-is measured. Rows go to FILE as they end. Goals are those of one H200.
+number of them reaches one after another. What an execution's recipe refuses is left out with a line. The real trainer
+runs, on the default corpus (--tokens synthetic: a batch that stays on the device): --warmup updates, --windows windows
+of --updates updates between two waits for the device, and --part-updates updates by their parts. Throughput is the
+median of the windows; starts and first updates (compilation) are told apart. Memory is summed over processes;
+device_used_bytes is the whole device's. With --prepare N the rows' graphs are compiled first, N processes side by side,
+and kernels are tuned again when a row is measured. Rows go to FILE as they end. Goals are those of one H200.
 """
 
 import argparse
@@ -46,10 +55,10 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
-from packed_probes import common_rates, compile_only, join, train_all
+from packed_figures import ratios, show, summarize
+from packed_probes import compile_only, join, train_all
 
 from tinyllm_ray.config import Config, load, validate
 from tinyllm_ray.data.prepare import default_cache
@@ -61,16 +70,15 @@ from tinyllm_ray.train.recipe import solo_config
 from tinyllm_ray.yamlfile import parse_yaml
 
 WAYS: dict[str, set[str]] = {
-    "packed": set(),
+    "packed": {"optimizer_kernel"},
     "one_after_another": {"packed_backward"},
     "processes": {"packed_backward"},
     "alone": {"packed_backward", "micro_batch_size"},
 }
 """The settings of an execution that each has no use for."""
-GOALS = {("packed4-20m-awc", 131_072): 2.0e6, ("packed8-20m-awc", 131_072): 1.9e6}
-"""Targets/s of a packed row, by preset and targets an update."""
-UNMIXED_GOAL = {("20m-32k", 8, 4): 2.0}
-"""Packed over one after another, by preset, models and rows."""
+
+KERNELS = ("loss_kernel", "norm_kernel", "rotary_kernel", "activation_kernel", "optimizer_kernel")
+FAST = [*(f"{kernel}=triton" for kernel in KERNELS), "residual_dtype=bfloat16"]
 
 
 class Row(NamedTuple):
@@ -106,8 +114,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--preset", nargs="+", default=["nano"])
     parser.add_argument("--models", type=int, nargs="+", default=[8], help="of a pack, where the preset is one model")
     parser.add_argument("--rows", type=int, default=4, help="of each of those in an update")
+    parser.add_argument("--most-alone", type=int, default=4, help="trainings of one_after_another that are run")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
-    parser.add_argument("--execution", nargs="*", action="append", metavar="KEY=VALUE", help="once for each one")
+    parser.add_argument(
+        "--execution", nargs="*", action="append", metavar="KEY=VALUE", help="once for each one; or FAST"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting, like everywhere")
     parser.add_argument("--tokens", choices=("real", "synthetic"), default="real")
     parser.add_argument("--warmup", type=int, default=10)
@@ -118,7 +129,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--compile-cache", help="folder, like that of a command before (default: an empty one)")
     parser.add_argument("--out", type=Path, help="file for the result (default: printed only)")
     options = parser.parse_args()
-    asked = [dict(item.split("=", 1) for item in settings) for settings in options.execution or [[]]]
+    asked = [
+        dict(item.split("=", 1) for word in settings for item in (FAST if word == "FAST" else [word]))
+        for settings in options.execution or [[]]
+    ]
     options.executions = [{key: parse_yaml(text, key) for key, text in settings.items()} for settings in asked]
     options.cache = str(default_cache()) if options.tokens == "real" else None
     return options
@@ -145,13 +159,14 @@ def plan(options: argparse.Namespace) -> Iterator[Row]:
                     continue
                 seen.add(name)
                 try:
-                    processes = trainings(config, way, execution)
+                    processes = trainings(config, way, execution, options.most_alone)
                 except ConfigError as error:
                     print(f"left out: {name}: {error}", flush=True)
                     continue
                 if processes:
                     first = processes[0][0]
                     settled = {"rows_a_model": config.rows_per_model, "micro_batch_size": first.micro_batch_size}
+                    settled["targets_per_update"] = config.targets_per_update
                     settled["packed_backward"] = first.packed_backward if way == "packed" else None
                     yield Row(label | settled, processes)
 
@@ -167,7 +182,7 @@ def pack(base: Config, models: int, rows: int) -> Config:
     return validate(values, "--models")
 
 
-def trainings(config: Config, way: str, execution: dict[str, Any]) -> list[list[Config]]:
+def trainings(config: Config, way: str, execution: dict[str, Any], most_alone: int) -> list[list[Config]]:
     """What each process of a way trains; none where mixed models have no such way."""
     if way == "packed":
         return [[config.with_execution(execution)]]
@@ -178,7 +193,7 @@ def trainings(config: Config, way: str, execution: dict[str, Any]) -> list[list[
     if config.packing.mixed:
         return []
     solos = [solo_config(config, worker).with_execution(execution) for worker in range(config.packing.models)]
-    return [solos] if way == "one_after_another" else [[solo] for solo in solos]
+    return [solos[:most_alone]] if way == "one_after_another" else [[solo] for solo in solos]
 
 
 def prepare(rows: list[Row], options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -186,8 +201,9 @@ def prepare(rows: list[Row], options: argparse.Namespace) -> list[dict[str, Any]
     firsts = {}
     for row in rows:
         config = row.processes[0][0]  # one process's trainings share their graph, and so do processes
-        if config.execution.update == "compiled":
-            firsts[str((config.model, config.execution, config.packing.models, config.micro_batch_size))] = row
+        models = 1 if config.packed_backward == "processes" else config.packing.models
+        if config.execution.update != "eager":
+            firsts[str((config.model, config.execution, models, config.micro_batch_size))] = row
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.prepare, spawn, max_tasks_per_child=1) as pool:
         futures = {pool.submit(compile_only, row.processes[0][0]): row for row in firsts.values()}
@@ -219,76 +235,7 @@ def measure_row(row: Row, options: argparse.Namespace) -> dict[str, Any]:
         # Those who only waited for it say less than the one that failed.
         first = min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))
         return {"error": f"{type(first).__name__}: {first}"}
-    return summarize(row, [future.result() for future in futures])
-
-
-def summarize(row: Row, found: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """A row's figures of what its processes' trainings say."""
-    every = [training for process in found for training in process]
-    windows = [training["windows"] for training in every]
-    if len(found) > 1:
-        rates = common_rates(windows, len(windows[0]))
-    else:
-        together = list(zip(*windows, strict=True))
-        rates = [sum(w["targets"] for w in ws) / sum(w["seconds"] for w in ws) for ws in together]
-    add = sum if len(found) > 1 else max
-    memory = {}
-    for key in every[0]["memory"]:
-        values = [training["memory"][key] for training in every]
-        whole = key in {"total_bytes", "device_used_bytes"}
-        memory[key] = None if None in values else max(values) if whole else add(values)
-    parts = every[0]["parts_seconds"]
-    targets = sum(config.targets_per_update for configs in row.processes for config in configs)
-    goal = GOALS.get((row.label["preset"], targets)) if row.label["way"] == "packed" else None
-    return {
-        "device": every[0]["device"],
-        "threads": every[0]["threads"],
-        "targets_per_update": targets,
-        "targets_per_second": median(rates) if rates else None,
-        "goal_targets_per_second": goal,
-        "windows": rates,
-        "memory": memory,
-        "parts_seconds": parts and {part: median(one["parts_seconds"][part] for one in every) for part in parts},
-        "start_seconds": [training["start_seconds"] for training in every],
-        "first_update_seconds": [training["first_update_seconds"] for training in every],
-        "losses": [ws[-1]["loss"] for ws in windows],
-        "data_wait_seconds": sum(window["data_wait_seconds"] for ws in windows for window in ws),
-    }
-
-
-def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each pack's best execution beside the best of the other ways and its goals."""
-    best: dict[tuple[str, int, int], dict[str, float]] = {}
-    for row in rows:
-        if row.get("targets_per_second"):
-            ways = best.setdefault((row["preset"], row["models"], row["rows_a_model"]), {})
-            ways[row["way"]] = max(row["targets_per_second"], ways.get(row["way"], 0.0))
-    lines = []
-    for (preset, models, rows_a_model), ways in best.items():
-        line: dict[str, Any] = {"preset": preset, "models": models, "rows_a_model": rows_a_model}
-        line |= {way: round(rate) for way, rate in ways.items()}
-        over = {
-            f"over_{way}": round(ways["packed"] / ways[way], 3)
-            for way in WAYS
-            if way != "packed" and {way, "packed"} <= {*ways}
-        }
-        goal = UNMIXED_GOAL.get((preset, models, rows_a_model))
-        lines.append(line | over | ({"goal_over_one_after_another": goal} if goal else {}))
-    return lines
-
-
-def show(row: dict[str, Any]) -> None:
-    execution = " ".join(f"{key}={value}" for key, value in row["execution"].items())
-    print(f"{row['preset']} {row['models']} x {row['rows_a_model']} rows, {row['way']}, {execution}:", end=" ")
-    if "error" in row:
-        print(row["error"].splitlines()[0], flush=True)
-        return
-    goal = row["goal_targets_per_second"]
-    memory = {key.removesuffix("_bytes"): value and round(value / 2**30, 2) for key, value in row["memory"].items()}
-    parts = {part: round(seconds * 1e3, 2) for part, seconds in (row["parts_seconds"] or {}).items()}
-    print(f"{row['targets_per_second'] or 0:,.0f} targets/s" + (f" (goal {goal:,.0f})" if goal else ""))
-    print(f"    GiB {memory}, ms {parts or 'not by part'}, first update s {max(row['first_update_seconds']):.1f}")
-    sys.stdout.flush()
+    return summarize(row.label, [future.result() for future in futures])
 
 
 if __name__ == "__main__":

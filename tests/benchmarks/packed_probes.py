@@ -9,7 +9,7 @@ import itertools
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -18,12 +18,15 @@ import torch
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import open_cache
 from tinyllm_ray.measure.environment import devices
-from tinyllm_ray.measure.memory import peak_memory
 from tinyllm_ray.measure.windows import measure
 from tinyllm_ray.records import Protocol
+from tinyllm_ray.train.mixing import mixing_matrix
+from tinyllm_ray.train.packed_optimizer import Mixing, PackedAdamW
+from tinyllm_ray.train.packed_processes import Processes
 from tinyllm_ray.train.trainer import Trainer
 
-PARTS = ("forward", "backward", "norm_and_clip", "mix_and_step")
+PARTS = ("forward", "backward", "forward_and_backward", "norm_and_clip", "mix", "optimizer")
+"""Of an update; the third where other processes make both."""
 
 _STEPS_BETWEEN_LOOKS = 5
 
@@ -95,7 +98,7 @@ def _train(config: Config, protocol: Protocol, cache: str | None, part_updates: 
         # One clock for all processes: each window's end is a timestamp on it.
         measurement = measure(trainer, protocol, on_warm=warm, wall_clock=time.monotonic)
         _stay_busy(trainer)
-        memory = peak_memory(trainer.device).model_dump(mode="json") | {"device_used_bytes": _device_used(trainer)}
+        memory = trainer.peak_memory().model_dump(mode="json") | {"device_used_bytes": _device_used(trainer)}
         _together.wait()
         return {
             "device": devices()[0].name,
@@ -149,39 +152,41 @@ def common_rates(timelines: Sequence[Sequence[Any]], slices: int) -> list[float]
     return rates
 
 
-def time_parts(trainer: Trainer, updates: int) -> dict[str, float]:
+def time_parts(trainer: Trainer, updates: int) -> dict[str, float] | None:
     """Mean seconds of an update's parts over updates in a row, between CUDA events on a GPU, else by the host's clock.
 
     A part ends where the next begins, so that what the device idles is in one of them. Forward is everything before a
-    backward pass (the batch too), norm and clipping everything between the last one and the optimizer's step, which
-    mixes where models are mixed. Marks are set by the optimizer's hooks and around `torch.autograd.backward`, the call
-    by which every update passes backward.
+    backward pass (the batch too), norm and clipping everything between the last one and the optimizer's step. Marks are
+    set by the optimizer's hooks and around `torch.autograd.backward` and `grad`, by which updates pass backward.
+    None where a CUDA graph replays the whole update and passes none of these. One kernel mixes and steps: what mixing
+    adds to it is told by itself.
     """
     marks: list[tuple[str, Any]] = []
-    cuda = trainer.device.type == "cuda"
+    clock = _Clock(trainer)
 
-    def mark(part: str) -> None:
-        stamp: Any = time.perf_counter()
-        if cuda:
-            stamp = torch.cuda.Event(enable_timing=True)
-            stamp.record()
-        marks.append((part, stamp))
+    def marked(function: Callable[..., Any], before: str | None, after: str) -> Callable[..., Any]:
+        def timed(*arguments: Any, **settings: Any) -> Any:
+            if before is not None:
+                marks.append((before, clock.stamp()))
+            found = function(*arguments, **settings)
+            marks.append((after, clock.stamp()))
+            return found
 
-    backward = torch.autograd.backward
-
-    def marked(*arguments: Any, **settings: Any) -> None:
-        mark("forward")
-        backward(*arguments, **settings)
-        mark("backward")
+        return timed
 
     hooks = [
-        trainer.optimizer.register_step_pre_hook(lambda *_: mark("norm_and_clip")),
-        trainer.optimizer.register_step_post_hook(lambda *_: mark("mix_and_step")),
+        trainer.optimizer.register_step_pre_hook(lambda *_: marks.append(("norm_and_clip", clock.stamp()))),
+        trainer.optimizer.register_step_post_hook(lambda *_: marks.append(("optimizer", clock.stamp()))),
     ]
-    with mock.patch.object(torch.autograd, "backward", marked):
+    elsewhere = marked(Processes.__call__, None, "forward_and_backward")
+    with contextlib.ExitStack() as patched:
+        for name in ("backward", "grad"):
+            timed = marked(getattr(torch.autograd, name), "forward", "backward")
+            patched.enter_context(mock.patch.object(torch.autograd, name, timed))
+        patched.enter_context(mock.patch.object(Processes, "__call__", elsewhere))
         trainer.step()  # the host gets ahead of the device
         for _ in range(updates):
-            mark("between")
+            marks.append(("between", clock.stamp()))
             trainer.step()
     trainer.synchronize()
     for hook in hooks:
@@ -189,5 +194,52 @@ def time_parts(trainer: Trainer, updates: int) -> dict[str, float]:
     first = next(index for index, (part, _) in enumerate(marks) if part == "between")
     seconds = dict.fromkeys((*PARTS, "between"), 0.0)
     for (_, begin), (part, end) in itertools.pairwise(marks[first:]):
-        seconds[part] += begin.elapsed_time(end) / 1e3 if cuda else end - begin
-    return {part: seconds[part] / updates for part in PARTS}
+        seconds[part] += clock.between(begin, end) / updates
+    if not any(seconds[part] for part in PARTS):
+        return None
+    seconds["mix"] = _time_mixing(trainer)
+    seconds["optimizer"] -= seconds["mix"]
+    return {part: seconds[part] for part in PARTS}
+
+
+class _Clock:
+    """Stamps in the device's order of work, without waiting for it."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._cuda = trainer.device.type == "cuda"
+
+    def stamp(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, begin: Any, end: Any) -> float:
+        """Seconds; events have to be over."""
+        return float(begin.elapsed_time(end) / 1e3 if self._cuda else end - begin)
+
+
+def _time_mixing(trainer: Trainer, steps: int = 5) -> float:
+    """Seconds by which mixing makes an optimizer's step longer; it may not be negative. Ends the training's sense."""
+    packing, optimizer = trainer.config.packing, trainer.optimizer
+    if not packing.mixed:
+        return 0.0
+    assert isinstance(optimizer, PackedAdamW)
+    assert packing.scheme is not None
+    assert packing.topology is not None
+    weights = [*trainer.model.parameters()]
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    matrix = torch.from_numpy(mixing_matrix(packing.topology, packing.models, 0)).to(weights[0])
+    clock, seconds = _Clock(trainer), []
+    for mixing in (None, Mixing(packing.scheme, matrix)):
+        optimizer.step(mixing=mixing)
+        begin = clock.stamp()
+        for _ in range(steps):
+            optimizer.step(mixing=mixing)
+        end = clock.stamp()
+        trainer.synchronize()
+        seconds.append(clock.between(begin, end) / steps)
+    optimizer.zero_grad()
+    return max(0.0, seconds[1] - seconds[0])

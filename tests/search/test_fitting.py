@@ -182,6 +182,18 @@ def test_every_execution_of_a_pack_is_allowed_by_its_recipe(mixed: bool) -> None
         config.with_execution(execution)
 
 
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+@pytest.mark.parametrize("preset", ["packed4-20m-awc", "packed8-20m-awc"])
+def test_the_space_of_packs_names_nothing_that_their_recipes_refuse(preset: str, kind: Any) -> None:
+    config = load(preset)
+    fit = fit_space(load_space("packed"), config, kind, 8)
+    executions = list(fit.executions())
+    ways = {(one["update"], config.with_execution(one).packed_backward) for one in executions}
+    updates = ("eager", "compiled", "graph") if kind == "cuda" else ("eager", "compiled")
+    every = {(update, way) for update in updates for way in ("at_once", "one_by_one", "processes")}
+    assert ways == every - {("graph", "processes")}
+
+
 def test_a_factor_that_does_not_count_keeps_the_baselines_value() -> None:
     asked = space(
         {"cpu_threads": [1, 2], "update": ["eager", "compiled"], "compile_mode": ["default", "max-autotune"]},

@@ -10,7 +10,7 @@ from tinyllm_ray.search.space import EXECUTION_KEYS, Space, load_space, parse_sp
 BASE: dict[str, Any] = {"baseline": {"update": "compiled"}}
 
 
-@pytest.mark.parametrize("name", ["execution", "smoke"])
+@pytest.mark.parametrize("name", ["execution", "packed", "smoke"])
 def test_shipped_spaces_load_and_survive_json(name: str) -> None:
     space = load_space(name)
     assert space.name == name
@@ -19,7 +19,7 @@ def test_shipped_spaces_load_and_survive_json(name: str) -> None:
 
 
 def test_the_shipped_names() -> None:
-    assert space_names() == ["execution", "smoke"]
+    assert space_names() == ["execution", "packed", "smoke"]
 
 
 def test_execution_space_is_the_one_of_the_design() -> None:
@@ -53,9 +53,9 @@ def test_a_file_lends_its_name_and_keeps_words_that_yaml_might_take_for_booleans
 
 
 def test_a_space_not_found_lists_the_shipped_ones() -> None:
-    with pytest.raises(ConfigError, match=r"'executoin'.*\(execution, smoke\)"):
+    with pytest.raises(ConfigError, match=r"'executoin'.*\(execution, packed, smoke\)"):
         load_space("executoin")
-    with pytest.raises(ConfigError, match=r"nowhere\.yaml.*\(execution, smoke\)"):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml.*\(execution, packed, smoke\)"):
         load_space(Path("nowhere.yaml"))
 
 

@@ -63,9 +63,9 @@ class Bench:
     def run(self, config: Config, **keywords: Any) -> TrialRecord:
         return self.launcher.run(self.request(config, **keywords))
 
-    def begin_endless(self) -> int:
+    def begin_endless(self, config: Config | None = None) -> int:
         """The process of a candidate that is past its second window."""
-        self.launcher.begin(self.request(self.tiny(), ENDLESS))
+        self.launcher.begin(self.request(config or self.tiny(), ENDLESS))
         pid: int | None = None
         windows = 0
         while windows < 2:
@@ -108,7 +108,7 @@ def figures_here(config: Config, cache: TokenCache | None = None) -> list[tuple[
     """Loss and gradient norm at the end of each window of SHORT, in this process and without a launcher."""
     with Trainer(config, cache) as trainer:
         said = [trainer.step() for _ in range(SHORT.warmup_updates + SHORT.windows * SHORT.updates_per_window)]
-    return [(said[at].loss.item(), said[at].grad_norm.item()) for at in (4, 7)]
+    return [(said[at].loss.mean().item(), said[at].grad_norm.mean().item()) for at in (4, 7)]
 
 
 def assert_learned(record: TrialRecord, expected: list[tuple[float, float]]) -> None:
@@ -175,6 +175,17 @@ def test_candidates_have_processes_of_their_own(bench: Bench) -> None:
     assert group(second) == [second]
     bench.launcher.abandon()
     assert not alive(second)
+
+
+@pytest.mark.slow
+def test_processes_of_packed_models_are_their_candidates(bench: Bench, tiny: MakeConfig) -> None:
+    config = tiny(packing={"models": 2}, execution={"packed_backward": "processes"})
+    assert_learned(bench.run(config), figures_here(config.with_execution({"packed_backward": "one_by_one"})))
+    pid = bench.begin_endless(config)
+    members = group(pid)
+    assert len(members) >= 3, "a process a model"
+    bench.launcher.abandon()
+    assert all(map(ends, members))
 
 
 @pytest.mark.parametrize("backend", ["cudnn", "efficient"])

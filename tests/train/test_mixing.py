@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinyllm_ray.errors import ConfigError
-from tinyllm_ray.train.mixing import consensus_weights, mix, mixing_matrix, mixing_period, weaken
+from tinyllm_ray.train.mixing import consensus_distance, consensus_weights, mix, mixing_matrix, mixing_period, weaken
 
 TOPOLOGIES = ("complete", "one_peer_ring", "one_peer_exponential")
 WORKERS = (1, 2, 3, 4, 5, 8, 16)
@@ -215,6 +215,25 @@ class TestMix:
         assert weight.data_ptr() == place
         assert weight.grad_fn is None
         assert weight.tolist() == [[2.0, 4.0], [2.0, 4.0]]
+
+
+class TestDistance:
+    def test_is_the_root_mean_square_of_all_weights_apart_from_the_average(self) -> None:
+        rng = np.random.default_rng(0)
+        shapes = [(3, 4, 5), (3, 7)]
+        weights = [rng.normal(1, 0.01, shape) for shape in shapes]
+        flat = np.concatenate([weight.reshape(3, -1) for weight in weights], axis=1)
+        mean = flat.mean(0)
+        expected = np.sqrt(np.mean(np.linalg.norm(flat - mean, axis=1) ** 2)) / np.linalg.norm(mean)
+        packed = [torch.from_numpy(weight) for weight in weights]
+        found = consensus_distance(packed, [weight.mean(0) for weight in packed])
+        assert found.item() == pytest.approx(expected, rel=1e-12)
+        single = [weight.float() for weight in packed]
+        assert consensus_distance(single, [weight.mean(0) for weight in single]).item() == pytest.approx(expected, 1e-4)
+
+    def test_of_models_in_consensus_is_zero(self) -> None:
+        weights = torch.ones(4, 3, 2)
+        assert consensus_distance([weights], [weights.mean(0)]).item() == 0
 
 
 def test_periods_grow_with_the_logarithm_of_the_workers() -> None:

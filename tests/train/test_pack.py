@@ -15,13 +15,15 @@ from torch._dynamo.utils import counters
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.data.loader import RowLoader
+from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.model.llama import Llama, initialize
 from tinyllm_ray.model.packed import PackedLlama, initialize_packed
+from tinyllm_ray.sections import ModelConfig
 from tinyllm_ray.train.checkpoint import open_checkpoint
 from tinyllm_ray.train.checkpoints import save_checkpoint
 from tinyllm_ray.train.mixing import consensus_weights, mixing_matrix, weaken
 from tinyllm_ray.train.optimizer import build_optimizer
-from tinyllm_ray.train.pack import Pack
+from tinyllm_ray.train.pack import Pack, check_memory
 from tinyllm_ray.train.recipe import learning_rate, solo_config, total_updates
 from tinyllm_ray.train.trainer import Trainer
 from tinyllm_ray.train.update import Update, tag_compile_cache
@@ -343,6 +345,20 @@ class TestEither:
             assert trainer.step().loss.isfinite().all()
             assert trainer.feed.next().shape == (16, 17)
             assert trainer.targets_per_update == 256
+
+
+class TestMemory:
+    def test_more_models_than_the_device_can_hold_are_refused_before_any_is_made(self, tiny: MakeConfig) -> None:
+        huge = apart(tiny, 2).model_copy(update={"model": ModelConfig(layers=24, width=2**16, heads=16, ffn=2**18)})
+        with pytest.raises(ConfigError, match=r"packing.models 2: .* GB, the device has .* GB; take 1 or fewer"):
+            Pack(huge, CPU)
+
+    def test_as_many_as_fit_are_let_through(self, tiny: MakeConfig) -> None:
+        config = apart(tiny, 4)
+        each = 16 * config.model.parameters
+        check_memory(config, 4 * each)
+        with pytest.raises(ConfigError, match="take 3 or fewer"):
+            check_memory(config, 4 * each - 1)
 
 
 class TestEvaluationModels:

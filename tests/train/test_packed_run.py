@@ -57,6 +57,10 @@ def weights_of(out: Path) -> dict[str, Any]:
     return {str(path.relative_to(folder)): load_file(path) for path in folder.rglob("*.safetensors")}
 
 
+def flat(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([weight.flatten() for _, weight in sorted(weights.items())])
+
+
 def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found.keys() == expected.keys()
     for place, weights in expected.items():
@@ -72,7 +76,9 @@ def run(apart: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TestMixed:
-    def test_is_one_training_evaluated_at_its_average(self, mixed: Config, tmp_path: Path) -> None:
+    def test_is_one_training_evaluated_at_its_average(
+        self, mixed: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         out = tmp_path / "run"
         assert train(mixed, out) == 0
         result = read_json(out / "result.json")
@@ -84,11 +90,24 @@ class TestMixed:
         evaluated = lines_of(out / "evaluations.jsonl")
         assert [line["split"] for line in evaluated] == ["subset"] * 3 + ["validation"]
         assert all("model" not in line for line in evaluated)
+        ends = [line["step"] for line in evaluated[:3]]
+        apart = {line["step"]: line["consensus_distance"] for line in lines if "consensus_distance" in line}
+        assert [*apart] == ends, "costs a pass over the weights, so at evaluations alone"
+        assert [line["consensus_distance"] for line in evaluated] == [*apart.values(), apart[12]]
         weights = weights_of(out)
+        workers = [flat(weights[f"workers/{worker:02}/model.safetensors"]) for worker in range(2)]
+        distance = (workers[0] - workers[1]).norm() / (workers[0] + workers[1]).norm()  # half of each
+        assert result["consensus_distance"] == apart[12] == pytest.approx(distance.item(), rel=1e-4)
+        assert apart[12] > 0
         assert weights.keys() == {"model.safetensors", "workers/00/model.safetensors", "workers/01/model.safetensors"}
         for name, average in weights["model.safetensors"].items():
             both = [weights[f"workers/{worker:02}/model.safetensors"][name] for worker in range(2)]
             torch.testing.assert_close(average, torch.stack(both).mean(0), rtol=1e-6, atol=1e-7)
+        capsys.readouterr()
+        assert main(["evaluate", str(out)]) == 0
+        assert f'"loss": {result["validation"]["loss"]},' in capsys.readouterr().out
+        assert main(["evaluate", str(find_checkpoint(out).path / "workers" / "00")]) == 0
+        assert f'"loss": {result["validation"]["loss"]},' not in capsys.readouterr().out
 
     @pytest.mark.parametrize("stop", [1, 4, 7])
     def test_resumes_bit_for_bit(self, mixed: Config, tmp_path: Path, stop: int) -> None:
@@ -98,6 +117,9 @@ class TestMixed:
         assert train(mixed, out, "--resume") == 0
         assert_equal(weights_of(out), weights_of(unbroken))
         assert [line["losses"] for line in metrics_of(out)] == [line["losses"] for line in metrics_of(unbroken)]
+        for name in ("evaluations.jsonl", "metrics.jsonl"):
+            distances = [[line.get("consensus_distance") for line in lines_of(run / name)] for run in (out, unbroken)]
+            assert distances[0] == distances[1]
         assert read_json(out / "best.json") == read_json(unbroken / "best.json")
 
     def test_another_mixing_is_another_recipe(
@@ -139,6 +161,8 @@ class TestApart:
     def test_counts_the_targets_of_all(self, run: Path) -> None:
         result = read_json(run / "result.json")
         assert (result["tokens"], result["step"]) == (3 * 12 * 128, 12)
+        assert result["consensus_distance"] is None
+        assert not any("consensus_distance" in line for line in metrics_of(run) + lines_of(run / "evaluations.jsonl"))
         assert weights_of(run).keys() == {f"workers/{worker:02}/model.safetensors" for worker in range(3)}
 
     def test_resumes_bit_for_bit(self, run: Path, apart: Config, tmp_path: Path) -> None:

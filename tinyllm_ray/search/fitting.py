@@ -59,7 +59,7 @@ class FittedSpace:
             autotuned = execution["compile_mode"] == "max-autotune"
             execution["compile_mode"] = "max-autotune-no-cudagraphs" if autotuned else "default"
         if execution["update"] == "graph" and execution["packed_backward"] == "processes":
-            execution["update"] = "compiled"  # a graph captures one process
+            execution["packed_backward"] = None  # a graph captures the work of one process
         return _settled(execution)
 
     def executions(self) -> Iterator[dict[str, Any]]:

@@ -64,7 +64,7 @@ def space_names() -> list[str]:
 
 
 def load_space(name_or_path: str | Path) -> Space:
-    """A space from the name of a shipped one (`execution`, `smoke`) or from a YAML file. Raises ConfigError."""
+    """A space from a shipped one's name (`execution`, `packed`, `smoke`) or from a YAML file. Raises ConfigError."""
     shipped = _shipped()
     if isinstance(name_or_path, str) and name_or_path in shipped:
         source = f"space {name_or_path}"

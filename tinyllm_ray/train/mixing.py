@@ -98,6 +98,22 @@ def mix(parameters: Iterable[torch.Tensor], matrix: torch.Tensor) -> None:
             rows.copy_(matrix @ rows)
 
 
+def consensus_distance(packed: Iterable[torch.Tensor], average: Iterable[torch.Tensor]) -> torch.Tensor:
+    """How far apart models are whose weights are `packed`, each [N, ...], and on average `average`; on their device.
+
+    The root mean square over models of the distance of their weights to the average (Kong et al., arXiv 2102.04828),
+    relative to the average's norm. One model's differences exist at a time.
+    """
+    weights, means = [weight.detach() for weight in packed], [weight.detach() for weight in average]
+    squares = []
+    for model in range(len(weights[0])):
+        apart = torch._foreach_sub([weight[model] for weight in weights], means)
+        squares.append(torch.stack(torch._foreach_norm(apart)).square().sum())
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(means)))
+    distance: torch.Tensor = torch.stack(squares).mean().sqrt() / norm
+    return distance
+
+
 def _share(matrix: np.ndarray, partner: np.ndarray) -> None:
     """Half one's own, half one's partner's; all one's own where one is one's partner."""
     workers = np.arange(len(matrix))

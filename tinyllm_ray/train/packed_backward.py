@@ -1,5 +1,7 @@
 """How the gradients of N models are made: by kernels that compute all models at once, or by one model's, N times.
 
+`packed_processes` has the third way, a process a model.
+
 At once there are fewer and larger kernels, which is what small micro-batches need. One by one there is one model's
 memory beside the weights, and one model's graph to compile (though the compile cache of torch 2.13 does not give out
 that of a model alone for it). With 32 rows a model the matrix products of both take the same time (25.2 and 25.6 ms of
@@ -52,13 +54,17 @@ class OneByOne:
         torch._foreach_zero_(self._gradients)
         for weight, gradient in zip(self._weights, self._gradients, strict=True):
             weight.grad = gradient
-        return torch.stack([self._of_one(loss, own) for loss, own in zip(self._losses, rows, strict=True)])
+        return torch.stack(
+            [pass_backward(loss, own, self._micro_batch_size) for loss, own in zip(self._losses, rows, strict=True)]
+        )
 
-    def _of_one(self, loss: Loss, rows: torch.Tensor) -> torch.Tensor:
-        parts = torch.split(rows, self._micro_batch_size)
-        found = []
-        for part in parts:
-            share = loss(part[:, :-1], part[:, 1:]) / len(parts)
-            torch.autograd.backward(share)
-            found.append(share.detach())
-        return torch.stack(found).sum(0)
+
+def pass_backward(loss: Loss, rows: torch.Tensor, micro_batch_size: int) -> torch.Tensor:
+    """One model's mean loss over its rows [R, T + 1], whose gradient is added to its weights' in micro-batches."""
+    parts = torch.split(rows, micro_batch_size)
+    found = []
+    for part in parts:
+        share = loss(part[:, :-1], part[:, 1:]) / len(parts)
+        torch.autograd.backward(share)
+        found.append(share.detach())
+    return torch.stack(found).sum(0)

@@ -104,6 +104,8 @@ class Recording:
         for model, each in enumerate(found):
             if math.isfinite(each.loss):
                 entry = {"step": state.step, "epoch": state.epochs, "split": split, **each._asdict()}
+                if state.consensus_distance is not None:
+                    entry["consensus_distance"] = state.consensus_distance
                 self._evaluation(entry if len(found) == 1 else {**entry, "model": model})
 
     def _evaluation(self, entry: dict[str, Any]) -> None:

@@ -10,7 +10,6 @@ from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache, unigram_level
 from tinyllm_ray.measure.environment import devices, source_identity
 from tinyllm_ray.measure.flops import flop_per_target, peak_flops
-from tinyllm_ray.measure.memory import peak_memory
 from tinyllm_ray.train.state import RunState
 from tinyllm_ray.train.trainer import Trainer
 from tinyllm_ray.train.validation import Evaluated
@@ -27,7 +26,7 @@ def build_result(trainer: Trainer, cache: TokenCache, state: RunState) -> dict[s
         _progress(config, state)
         | {
             "levels": {"uniform": math.log(cache.vocab_size), "unigram": unigram_level(cache)},
-            "memory": peak_memory(trainer.device).model_dump(),
+            "memory": trainer.peak_memory().model_dump(),
             "device": str(trainer.device),
             "device_name": device.name,
             "threads": trainer.threads,
@@ -93,6 +92,7 @@ def _progress(config: Config, state: RunState) -> dict[str, Any]:
         "models": config.packing.models,
         "bests": state.bests or None,
         "stopped": state.stopped or None,
+        "consensus_distance": state.consensus_distance,
         "recipe_identity": config.recipe_identity,
         "sessions": state.sessions,
         "failed_checkpoints": state.failed_checkpoints,

@@ -34,7 +34,7 @@ from tinyllm_ray.train.result import build_result, describe_validation, failed_r
 from tinyllm_ray.train.saving import Saving
 from tinyllm_ray.train.stages import Stages
 from tinyllm_ray.train.state import RunState
-from tinyllm_ray.train.tally import tally
+from tinyllm_ray.train.tally import note_distance, tally
 from tinyllm_ray.train.trainer import Trainer
 from tinyllm_ray.train.update import Statistics
 from tinyllm_ray.train.validation import Validation
@@ -69,11 +69,9 @@ class Run:
     ) -> None:
         assert stop_at is None or stop_at > 0
         self._config, self._cache, self._out = config, cache, Path(out)
-        self._checkpoint = checkpoint
-        self._on_progress = on_progress
+        self._checkpoint, self._on_progress = checkpoint, on_progress
         self._interruption = interruption or Interruption()
-        self._stages = stages or Stages(clock=clock)
-        self._clock = clock
+        self._stages, self._clock = stages or Stages(clock=clock), clock
         self._began = clock() - self._stages.total
         self._total = run_updates(config)
         self._start = checkpoint.step if checkpoint else 0
@@ -206,6 +204,8 @@ class Run:
         before = dict(state.stopped)
         lines, broken = tally(self._config, state, values, targets / seconds)
         self._pending.clear()
+        if lines and self._evaluation_due(state.step):
+            note_distance(state, lines[-1], trainer.consensus_distance())
         self._recording.metrics(lines)
         for model in state.stopped.keys() - before.keys():
             self._note_stop(int(model), explain_fault(trainer, self._cache, state.stopped[model] - 1, int(model)))

@@ -22,6 +22,8 @@ class RunState:
     """Models of such a pack that went non-finite, and at which update."""
     loss: float | None = None
     """Of the last update, in nats; of a pack the mean."""
+    consensus_distance: float | None = None
+    """How far apart the models of a mixed pack were at the last update that is evaluated."""
     training_seconds: float = 0.0
     """In updates, without every session's first one, which starts and compiles."""
     training_targets: int = 0

@@ -54,6 +54,12 @@ def tally(
     return lines, None
 
 
+def note_distance(state: RunState, line: dict[str, Any], distance: float | None) -> None:
+    """Keep how far apart the models of a mixed pack are, in a metrics line too; None of others changes nothing."""
+    if distance is not None and math.isfinite(distance):
+        state.consensus_distance = line["consensus_distance"] = distance
+
+
 def _line(config: Config, state: RunState, loss: float, grad_norm: float, rate: float) -> dict[str, Any]:
     return {
         "step": state.step + 1,

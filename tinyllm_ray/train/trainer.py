@@ -18,7 +18,9 @@ from tinyllm_ray.data.served_ranges import open_ranges
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.execution import needs_gpu, options_of
 from tinyllm_ray.measure.environment import usable_cores
+from tinyllm_ray.measure.memory import peak_memory
 from tinyllm_ray.model.llama import Llama, initialize
+from tinyllm_ray.records import Memory
 from tinyllm_ray.train.determinism import determinism
 from tinyllm_ray.train.host_memory import keep_freed_memory
 from tinyllm_ray.train.optimizer import build_optimizer
@@ -56,11 +58,13 @@ class Trainer:
         self._last: Statistics | None = None
         with ExitStack() as open_until_closed:
             open_until_closed.enter_context(determinism(config))  # before CUDA starts
-            self._start(cache, range_server, clock)
+            self._start(cache, range_server, clock, open_until_closed)
             open_until_closed.callback(self.feed.close)
             self._open = open_until_closed.pop_all()
 
-    def _start(self, cache: TokenCache | None, range_server: str | None, clock: Clock) -> None:
+    def _start(
+        self, cache: TokenCache | None, range_server: str | None, clock: Clock, open_until_closed: ExitStack
+    ) -> None:
         config = self.config
         begin = clock()
         self.device = choose_device(config)
@@ -73,6 +77,8 @@ class Trainer:
         self.stage_seconds["runtime"] = clock() - begin
         begin = clock()
         self._trainee = Pack(config, self.device) if config.packing.models > 1 else Solo(config, self.device)
+        if isinstance(self._trainee, Pack):
+            open_until_closed.callback(self._trainee.close)
         self.model, self.optimizer = self._trainee.model, self._trainee.optimizer
         self.stage_seconds["model_and_optimizer"] = clock() - begin
         begin = clock()
@@ -114,6 +120,15 @@ class Trainer:
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def consensus_distance(self) -> float | None:
+        """How far apart the models of a mixed pack are, relative to their average's norm; else None, at no cost."""
+        return self._trainee.consensus_distance() if isinstance(self._trainee, Pack) else None
+
+    def peak_memory(self) -> Memory:
+        """Peaks so far, of all processes of the training."""
+        trainee = self._trainee
+        return trainee.peak_memory() if isinstance(trainee, Pack) else peak_memory(self.device)
 
     def read(self) -> tuple[float, float]:
         """Loss and gradient norm of the last update; of a pack the means over its models."""

@@ -19,7 +19,6 @@ from tinyllm_ray.clock import Clock
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import open_cache
 from tinyllm_ray.measure.environment import devices
-from tinyllm_ray.measure.memory import peak_memory
 from tinyllm_ray.measure.windows import measure
 from tinyllm_ray.records import Protocol
 from tinyllm_ray.train.proof import Watched, gather_evidence
@@ -87,7 +86,7 @@ def _measure_candidate(request: TrialRequest, emit: Emit, begin: float, clock: C
 
         watched = Watched(trainer)
         found = measure(watched, request.protocol, window, first_update, warm, clock)
-        memory = peak_memory(trainer.device)  # before the proof, which takes of its own
+        memory = trainer.peak_memory()  # before the proof, which takes of its own
         emit({"event": "stage", "stage": "proof"})
         proof_began = clock()
         over = (cache, request.range_server) if request.parity else None

@@ -66,7 +66,7 @@ def build_parser() -> Parser:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting; may be given several times"
     )
     parser.add_argument(
-        "--space", help="what may vary: execution, smoke, or a YAML file (default: what fits the machine)"
+        "--space", help="what may vary: execution, packed, smoke, or a YAML file (default: what fits the machine)"
     )
     parser.add_argument("--out", type=Path, help="folder of the study (default: studies/ and the time)")
     parser.add_argument("--resume", action="store_true", help="go on with the study in --out")

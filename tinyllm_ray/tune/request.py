@@ -59,9 +59,8 @@ class Asked:
             config = load(name)
             notes.append(f"preset {name}" + ("" if on_gpu else ": no GPU here; name another with --preset"))
         if space is None:
-            name = "execution" if on_gpu else "smoke"
-            space = load_space(name)
-            notes.append(f"space {name}" + ("" if on_gpu else ": no GPU here; name another with --space"))
+            space, note = _default_space(config, on_gpu)
+            notes.append(note)
         return config, with_protocol(space, self.protocol), notes
 
 
@@ -84,6 +83,20 @@ def check_request(request: StudyRequest) -> Asked:
         folder = Path(config.data.cache).expanduser().resolve()
         config = config.model_copy(update={"data": config.data.model_copy(update={"cache": str(folder)})})
     return Asked(config, checked, request.protocol)
+
+
+def _default_space(config: Config, on_gpu: bool) -> tuple[Space, str]:
+    """The space that fits recipe and machine, and a line about it."""
+    packed = config.packing.models > 1
+    if on_gpu:
+        name = "packed" if packed else "execution"
+        return load_space(name), f"space {name}"
+    space, note = load_space("smoke"), "space smoke"
+    if packed:
+        key = "packed_backward"
+        space = space.model_copy(update={"factors": {**space.factors, key: load_space("packed").factors[key]}})
+        note += f" and {key} of space packed"
+    return space, f"{note}: no GPU here; name another with --space"
 
 
 def with_protocol(space: Space, changes: Mapping[str, Any]) -> Space:

@@ -1,0 +1,57 @@
+"""What a request leaves open, chosen for the machine and the recipe."""
+
+from typing import Any
+
+import pytest
+
+from tinyllm_ray.search.fitting import fit_space
+from tinyllm_ray.tune.request import StudyRequest, check_request
+
+PACK = ["packing.models=2", "packing.topology=complete", "packing.scheme=awc"]
+
+
+def choose(device_kind: str, **asked: Any) -> tuple[str, str, list[str]]:
+    """Preset's parameters, space's name, and what is said."""
+    request = StudyRequest(
+        budget="1m", budget_seconds=60.0, total_seconds=60.0, age_seconds=0.0, out="studies/x", **asked
+    )
+    config, space, notes = check_request(request).for_machine(device_kind)
+    return f"{config.model.parameters:,}", space.name, notes
+
+
+def test_what_is_named_is_taken_without_a_word() -> None:
+    assert choose("cpu", recipe="20m", space="execution") == ("20,403,520", "execution", [])
+
+
+@pytest.mark.parametrize(
+    ("device_kind", "asked", "space"),
+    [
+        ("cuda", {}, "execution"),
+        ("cuda", {"recipe": "packed8-20m-awc"}, "packed"),
+        ("cuda", {"recipe": "20m-32k", "overrides": ["packing.models=8"]}, "packed"),
+        ("cpu", {}, "smoke"),
+        ("cpu", {"recipe": "nano", "overrides": PACK}, "smoke"),
+    ],
+)
+def test_the_space_goes_by_the_machine_and_by_whether_models_are_packed(
+    device_kind: str, asked: dict[str, Any], space: str
+) -> None:
+    assert choose(device_kind, **asked)[1] == space
+
+
+def test_on_a_cpu_packs_are_asked_how_they_pass_backward_as_well() -> None:
+    request = StudyRequest(
+        budget="1m",
+        budget_seconds=60.0,
+        total_seconds=60.0,
+        age_seconds=0.0,
+        out="studies/x",
+        recipe="nano",
+        overrides=PACK,
+    )
+    config, space, notes = check_request(request).for_machine("cpu")
+    assert notes == ["space smoke and packed_backward of space packed: no GPU here; name another with --space"]
+    fit = fit_space(space, config, "cpu", cores=2)
+    ways = {config.with_execution(execution).packed_backward for execution in fit.executions()}
+    assert ways == {"at_once", "one_by_one", "processes"}
+    assert choose("cpu", recipe="nano")[2] == ["space smoke: no GPU here; name another with --space"]
