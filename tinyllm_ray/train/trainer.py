@@ -11,7 +11,7 @@ import torch
 from tinyllm_ray.clock import Clock
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache
-from tinyllm_ray.data.feed import Feed, SyntheticFeed, device_feed, widen
+from tinyllm_ray.data.feed import Feed, SyntheticFeed, device_feed
 from tinyllm_ray.data.interleave import InterleavedLoader
 from tinyllm_ray.data.loader import Loader, RowLoader
 from tinyllm_ray.data.served_ranges import open_ranges
@@ -20,11 +20,12 @@ from tinyllm_ray.execution import needs_gpu, options_of
 from tinyllm_ray.measure.environment import usable_cores
 from tinyllm_ray.model.llama import Llama, initialize
 from tinyllm_ray.train.determinism import determinism
+from tinyllm_ray.train.graph_update import build_run
 from tinyllm_ray.train.host_memory import keep_freed_memory
-from tinyllm_ray.train.optimizer import build_optimizer
+from tinyllm_ray.train.optimizer import build_optimizer, set_learning_rate
 from tinyllm_ray.train.pack import Pack, model_seeds
 from tinyllm_ray.train.recipe import check_fits, learning_rate
-from tinyllm_ray.train.update import Statistics, Update
+from tinyllm_ray.train.update import Statistics, Update, check_batch
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class Trainer:
         with ExitStack() as open_until_closed:
             open_until_closed.enter_context(determinism(config))  # before CUDA starts
             self._start(cache, range_server, clock)
+            open_until_closed.callback(self._trainee.run.close)
             open_until_closed.callback(self.feed.close)
             self._open = open_until_closed.pop_all()
 
@@ -99,7 +101,7 @@ class Trainer:
 
     def step(self) -> Statistics:
         """Queue one update; nothing is read from the device. Statistics of a pack are [N]."""
-        self._last = self._trainee.step(widen(self.feed.next()), self.updates)
+        self._last = self._trainee.step(self.feed.next(), self.updates)
         self.updates += 1
         return self._last
 
@@ -110,6 +112,11 @@ class Trainer:
         this call alone.
         """
         return self._trainee.evaluation_models()
+
+    @property
+    def graph_pool_bytes(self) -> int | None:
+        """Device bytes of the update's CUDA graph, part of those reserved; None where there is none."""
+        return self._trainee.run.pool_bytes
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -130,10 +137,13 @@ class Solo:
         self.model = initialize(config.model, config.training.seed).to(device)
         self.optimizer = build_optimizer(self.model, config.optimizer, device)
         self._update = Update(self.model, self.optimizer, config)
+        self.run = build_run(self._update.run, config, device)
 
     def step(self, batch: torch.Tensor, update: int) -> Statistics:
-        """Update `update` (0-based) on int64 rows [R, context + 1]."""
-        return self._update(batch, learning_rate(self._config, update))
+        """Update `update` (0-based) on rows [R, context + 1] of whole numbers."""
+        check_batch(batch, self._config)
+        set_learning_rate(self.optimizer, learning_rate(self._config, update))
+        return self.run(batch)
 
     def evaluation_models(self) -> list[Llama]:
         return [self.model]

@@ -1,7 +1,9 @@
 """How one update executes: every micro-batch's forward and backward, the guard against faults, clipping, AdamW.
 
 `eager` runs PyTorch's operators one by one; `compiled` puts the loss of a micro-batch, and with it its backward pass,
-through torch.compile.
+through torch.compile; `graph` does so too, and replays the whole update as one CUDA graph (graph_update.py). For that
+every kind of update has two parts: the host's, which writes an update's settings into device tensors that stay where
+they are, and `run`, all device work, which reads nothing on the host.
 """
 
 from collections.abc import Callable
@@ -63,9 +65,18 @@ class Update:
                 weight.grad = torch.zeros_like(weight)
 
     def __call__(self, batch: torch.Tensor, learning_rate: float) -> Statistics:
-        config = self._config
-        check_batch(batch, config)
+        """Both parts: settle the rate, then `run`."""
+        check_batch(batch, self._config)
         set_learning_rate(self._optimizer, learning_rate)
+        return self.run(batch)
+
+    def run(self, batch: torch.Tensor) -> Statistics:
+        """All device work of an update, at the learning rate that is in the optimizer.
+
+        Whatever lives longer than the update stays where it is in memory; gradients are gone at its end, so that those
+        of a captured one lie in the graph's own pool.
+        """
+        config = self._config
         total = self._fault
         with sdpa_backend(config.execution.sdpa_backend):
             for rows in torch.split(batch, config.micro_batch_size):
@@ -85,7 +96,7 @@ class Update:
 
         The next total begins with the fault, which is how it stays.
         """
-        self._fault = total * 0 * norm
+        torch.mul(total * 0, norm, out=self._fault)
         torch.ne(self._fault, 0, out=self.stopped)
 
 
@@ -106,7 +117,7 @@ def build_loss(model: Llama | PackedLlama, config: Config, device: torch.device)
     """
     inner: Loss = model.loss
     tag = ""
-    if config.execution.update == "compiled":
+    if config.execution.update != "eager":
         tag = tag_compile_cache(config)
         inner = torch.compile(model.loss, mode=config.execution.compile_mode, dynamic=False, fullgraph=True)
 
@@ -123,7 +134,7 @@ def build_loss(model: Llama | PackedLlama, config: Config, device: torch.device)
 
 def traced_once(loss: Loss, config: Config) -> Loss:
     """`loss` where a compiled one is traced in its first call alone: what would trace it again raises RuntimeError."""
-    if config.execution.update != "compiled":
+    if config.execution.update == "eager":
         return loss
     traced = False
 
