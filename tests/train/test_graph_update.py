@@ -1,0 +1,456 @@
+"""The bookkeeping of captured updates, with operators recorded on the CPU in the place of a CUDA graph.
+
+What a graph itself does is tested on a GPU (test_graph_on_gpu.py).
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from poison import poison, random_batch, state_of
+from tape import Tape, TapeCapture
+from torch._dynamo.utils import counters
+
+from tinyllm_ray.config import Config
+from tinyllm_ray.data.cache import TokenCache
+from tinyllm_ray.errors import ConfigError
+from tinyllm_ray.model.llama import Llama, initialize
+from tinyllm_ray.train.checkpoint import open_checkpoint
+from tinyllm_ray.train.checkpoints import save_checkpoint
+from tinyllm_ray.train.evaluate import Evaluator
+from tinyllm_ray.train.graph_update import WARM_UP_UPDATES, DirectUpdate, GraphUpdate, build_run
+from tinyllm_ray.train.recipe import learning_rate
+from tinyllm_ray.train.trainer import Solo, Trainer
+from tinyllm_ray.train.update import Statistics
+
+MakeConfig = Callable[..., Config]
+
+CPU = torch.device("cpu")
+UPDATES = WARM_UP_UPDATES + 6
+"""Twice through every matrix of the mixing, from either side of the capture."""
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+
+
+def rows(*values: int, dtype: torch.dtype = torch.uint16) -> torch.Tensor:
+    return torch.tensor([values]).to(dtype)
+
+
+class Sums:
+    """An update in small: its loss is the sum of all rows so far, times a factor that the host sets."""
+
+    def __init__(self) -> None:
+        self.total = torch.zeros((), dtype=torch.int64)
+        self.factor = torch.ones(())
+        self.seen: list[torch.Tensor] = []
+
+    def run(self, batch: torch.Tensor) -> Statistics:
+        self.seen.append(batch)
+        self.total.add_(batch.sum())
+        return Statistics(self.total * self.factor, batch.sum() * 1.0)
+
+
+class TestOrder:
+    def test_warms_up_captures_once_and_replays_from_then_on(self) -> None:
+        capture = TapeCapture()
+        update = GraphUpdate(Sums().run, capture)
+        for _ in range(6):
+            update(rows(1, 2))
+        assert capture.log == ["warm_up"] * WARM_UP_UPDATES + ["capture"] + ["replay"] * (6 - WARM_UP_UPDATES)
+
+    def test_every_update_is_made_once_on_its_own_rows(self) -> None:
+        sums = Sums()
+        update = GraphUpdate(sums.run, TapeCapture())
+        found = [update(rows(number, 10 * number)) for number in range(8)]
+        assert [one.grad_norm.item() for one in found] == [11 * number for number in range(8)]
+        assert [one.loss.item() for one in found] == [11 * sum(range(number + 1)) for number in range(8)]
+        assert sums.total.item() == 11 * sum(range(8))
+
+    def test_statistics_stay_as_they_were(self) -> None:
+        """They are read some updates later."""
+        update = GraphUpdate(Sums().run, TapeCapture())
+        found = [update(rows(number, 0)) for number in range(8)]
+        places = {tensor.data_ptr() for one in found for tensor in one}
+        assert len(places) == 2 * len(found)
+
+    def test_what_the_host_writes_into_a_tensor_counts_from_then_on(self) -> None:
+        sums = Sums()
+        update = GraphUpdate(sums.run, TapeCapture())
+        found = []
+        for number in range(8):
+            sums.factor.fill_(number)
+            found.append(update(rows(1, 0)).loss.item())
+        assert found == [number * (number + 1) for number in range(8)]
+
+    def test_ids_widen_inside(self) -> None:
+        """65,535 is no int16, and what is read are the buffer's ids."""
+        sums = Sums()
+        update = GraphUpdate(sums.run, TapeCapture())
+        assert [update(rows(65535 - number, 0)).grad_norm.item() for number in range(5)] == [
+            65535 - number for number in range(5)
+        ]
+        assert {batch.dtype for batch in sums.seen} == {torch.int64}
+
+    def test_the_rows_may_be_overwritten_once_the_call_is_over(self) -> None:
+        update = GraphUpdate(Sums().run, TapeCapture())
+        batch = rows(7, 0)
+        for _ in range(6):
+            batch.copy_(rows(7, 0))
+            assert update(batch).grad_norm.item() == 7
+            batch.zero_()
+
+
+class TestFaults:
+    @pytest.mark.parametrize("other", [rows(1, 2, 3), rows(1), rows(1, 2, dtype=torch.int64)])
+    @pytest.mark.parametrize("before", [1, 5])
+    def test_rows_of_another_kind_are_refused(self, before: int, other: torch.Tensor) -> None:
+        update = GraphUpdate(Sums().run, TapeCapture())
+        for _ in range(before):
+            update(rows(1, 2))
+        with pytest.raises(ValueError, match=r"does not fit an update that was captured for torch.uint16 \(1, 2\)"):
+            update(other)
+        assert update(rows(1, 2)).grad_norm.item() == 3
+
+    def test_an_update_that_reads_on_the_host_cannot_be_captured(self) -> None:
+        sums = Sums()
+
+        def reading(batch: torch.Tensor) -> Statistics:
+            found = sums.run(batch)
+            assert found.loss.item() >= 0
+            return found
+
+        update = GraphUpdate(reading, TapeCapture())
+        for _ in range(WARM_UP_UPDATES):
+            update(rows(1, 2))
+        with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+            update(rows(1, 2))
+
+    def test_an_update_that_fails_while_warming_up_says_so(self) -> None:
+        def fail(batch: torch.Tensor) -> Statistics:
+            raise MemoryError
+
+        with pytest.raises(MemoryError):
+            GraphUpdate(fail, TapeCapture())(rows(1, 2))
+
+
+class TestAsked:
+    def test_updates_of_other_kinds_run_as_they_are(self, tiny: MakeConfig) -> None:
+        for kind in ("eager", "compiled"):
+            run = build_run(Sums().run, tiny(execution={"update": kind}), CPU)
+            assert isinstance(run, DirectUpdate)
+            assert run(rows(1, 2)).grad_norm.item() == 3
+            assert run.pool_bytes is None
+
+    def test_a_cpu_is_refused(self, tiny: MakeConfig) -> None:
+        with pytest.raises(ConfigError, match=r"execution.update: 'graph' needs a GPU"):
+            build_run(Sums().run, tiny(execution={"update": "graph"}), CPU)
+
+    def test_processes_are_refused(self, tiny: MakeConfig) -> None:
+        config = tiny(packing={"models": 2}, execution={"update": "graph", "packed_backward": "processes"})
+        with pytest.raises(ConfigError, match=r"one process.*take packed_backward at_once or one_by_one"):
+            build_run(Sums().run, config, torch.device("cuda"))
+
+
+class TestTape:
+    """The stand-in freezes what a graph would."""
+
+    @staticmethod
+    def capture(work: Callable[[], torch.Tensor]) -> tuple[TapeCapture, torch.Tensor]:
+        tape = TapeCapture()
+        found = tape.capture(lambda: Statistics(work(), torch.zeros(())))
+        return tape, found.loss
+
+    def test_capturing_leaves_everything_as_it_was(self) -> None:
+        weight = torch.zeros(3)
+        tape, found = self.capture(lambda: weight.add_(1).sum())
+        assert weight.tolist() == [0, 0, 0]
+        tape.replay()
+        tape.replay()
+        assert weight.tolist() == [2, 2, 2]
+        assert found.item() == 6
+
+    def test_a_number_of_pythons_is_frozen(self) -> None:
+        rate = [1.0]
+        tape, found = self.capture(lambda: torch.ones(()) * rate[0])
+        rate[0] = 2.0
+        tape.replay()
+        assert found.item() == 1.0
+
+    def test_a_tensor_that_took_anothers_place_is_not_seen(self) -> None:
+        held = {"fault": torch.zeros(())}
+
+        def work() -> torch.Tensor:
+            held["fault"] = held["fault"] + 1
+            return held["fault"] * 1
+
+        tape, found = self.capture(work)
+        for _ in range(3):
+            tape.replay()
+        assert found.item() == 1.0, "and not 3"
+
+
+@pytest.fixture
+def taped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainers that capture on a tape; the code inside stays eager."""
+    monkeypatch.setattr("tinyllm_ray.train.graph_update.CudaCapture", TapeCapture)
+    monkeypatch.setattr("tinyllm_ray.train.graph_update.check_capturable", lambda *_: None)
+    monkeypatch.setattr("tinyllm_ray.train.trainer.choose_device", lambda config: CPU)
+    monkeypatch.setattr("tinyllm_ray.train.ahead.import_compiler", lambda config: None)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+
+
+@pytest.fixture
+def compiling(taped: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The same with the loss compiled into PyTorch's own kernels."""
+    monkeypatch.undo()
+    compile_function = torch.compile
+    monkeypatch.setattr("tinyllm_ray.train.graph_update.CudaCapture", TapeCapture)
+    monkeypatch.setattr("tinyllm_ray.train.graph_update.check_capturable", lambda *_: None)
+    monkeypatch.setattr("tinyllm_ray.train.trainer.choose_device", lambda config: CPU)
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda function, **_: compile_function(function, backend="aot_eager", fullgraph=True, dynamic=False),
+    )
+    torch._dynamo.reset()
+    counters.clear()
+    with torch.compiler.config.patch(cache_key_tag=""):
+        yield
+    torch._dynamo.reset()
+
+
+OPTIMIZER = {"gradient_clip": 0.5, "eps": 0.01}
+"""Clipping that bites, and an eps beside which it shows: AdamW forgives a gradient's scale otherwise."""
+VARIANTS = [{"seed": 1, "peak_learning_rate": 0.03}, {"seed": 2}, {"weight_decay": 0.7}]
+MIXED = {"topology": "one_peer_ring", "consensus_start_fraction": 0.25, "consensus_power": 1}
+
+
+def solo(tiny: MakeConfig, **execution: Any) -> Config:
+    return tiny(optimizer=OPTIMIZER, execution={"update": "graph", **execution})
+
+
+def packed(tiny: MakeConfig, packing: dict[str, Any], **execution: Any) -> Config:
+    """Three models of four rows each, whose mixing matrices repeat after three updates and fade with the rate."""
+    rows = 12 if packing.get("topology") else 4
+    return tiny(
+        optimizer=OPTIMIZER,
+        training={"tokens_per_update": 16 * rows, "token_budget": 16 * rows * 12, "epochs": 2},
+        packing={"models": 3, **packing},
+        execution={"update": "graph", "micro_batch_size": 2, **execution},
+    )
+
+
+def everything(trainer: Trainer) -> list[torch.Tensor]:
+    """Weights, moments, step counters and guards, in the order of the parameters."""
+    optimizer = trainer.optimizer
+    states = [optimizer.state[weight] for weight in trainer.model.parameters()]
+    held = [state[key] for state in states for key in sorted(state)]
+    return [value.detach().clone() for value in (*trainer.model.parameters(), *held)]
+
+
+def train(config: Config, cache: TokenCache | None, updates: int = UPDATES) -> list[torch.Tensor]:
+    with Trainer(config, cache) as trainer:
+        said = [torch.stack(trainer.step()) for _ in range(updates)]
+        assert trainer.feed.position == (updates * config.rows_per_update if cache else 0)
+        return [*said, *everything(trainer)]
+
+
+def assert_equal_bits(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    differing = [at for at, (one, other) in enumerate(zip(found, expected, strict=True)) if not torch.equal(one, other)]
+    assert differing == []
+
+
+@pytest.mark.usefixtures("taped")
+class TestTraining:
+    """Equal bits: the operators are the same, only their order in time is another."""
+
+    @pytest.mark.parametrize("micro_batch_size", [1, 4, 8])
+    @pytest.mark.parametrize("real", [True, False])
+    def test_one_model_trains_as_uncaptured(
+        self, tiny: MakeConfig, tiny_cache: TokenCache, micro_batch_size: int, real: bool
+    ) -> None:
+        config = solo(tiny, micro_batch_size=micro_batch_size)
+        cache = tiny_cache if real else None
+        assert_equal_bits(train(config, cache), train(config.with_execution({"update": "compiled"}), cache))
+
+    @pytest.mark.parametrize("settings", [{"gradient_clip": None}, {"gradient_clip": 0.5, "betas": [0.5, 0.6]}])
+    def test_so_it_does_under_another_optimizer(
+        self, tiny: MakeConfig, tiny_cache: TokenCache, settings: dict[str, Any]
+    ) -> None:
+        config = tiny(optimizer=settings, execution={"update": "graph"})
+        assert_equal_bits(train(config, tiny_cache), train(config.with_execution({"update": "compiled"}), tiny_cache))
+
+    @pytest.mark.parametrize("packing", [{"variants": VARIANTS}, MIXED | {"scheme": "awc"}, MIXED | {"scheme": "atc"}])
+    @pytest.mark.parametrize("backward", ["at_once", "one_by_one"])
+    def test_packs_train_as_uncaptured(
+        self, tiny: MakeConfig, tiny_cache: TokenCache, packing: dict[str, Any], backward: str
+    ) -> None:
+        config = packed(tiny, packing, packed_backward=backward)
+        assert_equal_bits(train(config, tiny_cache), train(config.with_execution({"update": "compiled"}), tiny_cache))
+
+    def test_the_schedule_reaches_every_update(self, tiny: MakeConfig) -> None:
+        """A graph that froze a rate would move weights where the rate is 0."""
+        config = solo(tiny)
+        trainee = Solo(config, CPU)
+        ids = random_batch(config).to(torch.uint16)
+        for rate in (0.0, 0.01, 0.0, 0.02, 0.0, 0.01, 0.0):
+            before = [weight.detach().clone() for weight in trainee.model.parameters()]
+            for group in trainee.optimizer.param_groups:
+                group["lr"].fill_(rate)
+            trainee.run(ids)
+            moved = [not torch.equal(one, two) for one, two in zip(before, trainee.model.parameters(), strict=True)]
+            assert set(moved) == {rate > 0}
+
+    def test_rates_are_those_of_the_recipe(self, tiny: MakeConfig) -> None:
+        config = solo(tiny)
+        with Trainer(config, None) as trainer:
+            for update in range(UPDATES):
+                trainer.step()
+                expected = torch.tensor(learning_rate(config, update))
+                assert all(group["lr"] == expected for group in trainer.optimizer.param_groups)
+
+    def test_a_batch_of_another_shape_is_refused(self, tiny: MakeConfig) -> None:
+        trainee = Solo(solo(tiny), CPU)
+        with pytest.raises(ValueError, match=r"no update of 8 rows of 16 \+ 1 tokens"):
+            trainee.step(torch.zeros((1, 17), dtype=torch.uint16), 0)
+
+    def test_a_trainer_that_closes_gives_the_graph_back(self, tiny: MakeConfig) -> None:
+        with Trainer(solo(tiny), None) as trainer:
+            for _ in range(UPDATES):
+                trainer.step()
+            capture = trainer._trainee.run._capture  # type: ignore[union-attr]
+            assert isinstance(capture, TapeCapture)
+            assert capture.log.count("capture") == 1
+        assert capture.log[-1] == "reset"
+
+
+@pytest.mark.usefixtures("taped")
+class TestGuard:
+    """From a fault on everything stays as it was before it, whichever side of the capture it falls on."""
+
+    @pytest.mark.parametrize("harm", ["loss nan", "gradient inf"])
+    @pytest.mark.parametrize("at", [1, WARM_UP_UPDATES, WARM_UP_UPDATES + 2])
+    def test_a_fault_changes_nothing(
+        self, tiny: MakeConfig, harm: str, at: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        config = solo(tiny)
+        marker = random_batch(config, at)[7, :-1]
+        monkeypatch.setattr("tinyllm_ray.train.trainer.initialize", lambda *how: poison(initialize(*how), harm, marker))
+        trainee = Solo(config, CPU)
+        states, said = [], []
+        for update in range(at + 3):
+            states.append(state_of(trainee.model, trainee.optimizer))
+            said.append(trainee.step(random_batch(config, update).to(torch.uint16), update + 1))
+        assert [math.isfinite(one.loss) and math.isfinite(one.grad_norm) for one in said] == [
+            update < at for update in range(at + 3)
+        ]
+        assert all(math.isnan(one.loss) for one in said[at + 1 :])
+        found = state_of(trainee.model, trainee.optimizer)
+        assert [name for name, value in states[at].items() if not torch.equal(found[name], value)] == []
+
+    @pytest.mark.parametrize("at", [1, WARM_UP_UPDATES + 1])
+    def test_a_model_of_a_pack_stops_alone(self, tiny: MakeConfig, tiny_cache: TokenCache, at: int) -> None:
+        config = packed(tiny, {"variants": VARIANTS})
+        with Trainer(config, tiny_cache) as harmed, Trainer(config, tiny_cache) as whole:
+            for update in range(UPDATES):
+                if update == at:
+                    with torch.no_grad():
+                        harmed.model.norm.weight[1] = math.inf  # type: ignore[index]
+                said, expected = harmed.step(), whole.step()
+                assert said.loss.isfinite().tolist() == [True, update < at, True]
+                assert torch.equal(said.loss[[0, 2]], expected.loss[[0, 2]])
+
+
+@pytest.mark.usefixtures("taped")
+class TestInBetween:
+    @pytest.mark.parametrize("after", [1, WARM_UP_UPDATES, WARM_UP_UPDATES + 2])
+    def test_evaluations_and_checkpoints_disturb_nothing(
+        self, tiny: MakeConfig, tiny_cache: TokenCache, after: int, tmp_path: Path
+    ) -> None:
+        for config in (solo(tiny), packed(tiny, MIXED | {"scheme": "atc"})):
+            expected = train(config, tiny_cache)
+            with Trainer(config, tiny_cache) as trainer:
+                evaluator = Evaluator(trainer.evaluation_models()[0], config, CPU)
+                found, losses = [], []
+                for update in range(UPDATES):
+                    found.append(torch.stack(trainer.step()))
+                    if update + 1 >= after:
+                        trainer.evaluation_models()
+                        losses.append(evaluator.evaluate([np.arange(34).reshape(2, 17)])[0])
+                        save(trainer, tmp_path, tiny_cache)
+                assert_equal_bits([*found, *everything(trainer)], expected)
+                assert len(set(losses)) == len(losses), "it sees the weights of every update"
+
+    @pytest.mark.parametrize("done", [1, WARM_UP_UPDATES + 2])
+    def test_goes_on_from_a_checkpoint_as_the_unbroken_one(
+        self, tiny: MakeConfig, tiny_cache: TokenCache, done: int, tmp_path: Path
+    ) -> None:
+        for config in (solo(tiny), packed(tiny, MIXED | {"scheme": "awc"})):
+            with Trainer(config, tiny_cache) as unbroken, Trainer(config, tiny_cache, updates=done) as resumed:
+                for _ in range(done):
+                    unbroken.step()
+                restore(resumed, save(unbroken, tmp_path, tiny_cache))
+                for _ in range(WARM_UP_UPDATES + 2):
+                    assert torch.equal(torch.stack(resumed.step()), torch.stack(unbroken.step()))
+                assert_equal_bits(everything(resumed), everything(unbroken))
+
+    def test_a_captured_update_reads_what_is_restored(
+        self, tiny: MakeConfig, tiny_cache: TokenCache, tmp_path: Path
+    ) -> None:
+        """Weights and moments are filled where they are."""
+        for config in (solo(tiny), packed(tiny, MIXED | {"scheme": "awc"})):
+            with Trainer(config, tiny_cache) as unbroken, Trainer(config, tiny_cache) as other:
+                for _ in range(UPDATES):
+                    unbroken.step()
+                    other.step()
+                with torch.no_grad():
+                    for weight in other.model.parameters():
+                        weight.mul_(1.1)
+                        other.optimizer.state[weight]["exp_avg_sq"].mul_(2)
+                restore(other, save(unbroken, tmp_path, tiny_cache))
+                for _ in range(2):
+                    assert torch.equal(torch.stack(other.step()), torch.stack(unbroken.step()))
+                assert_equal_bits(everything(other), everything(unbroken))
+
+
+def save(trainer: Trainer, folder: Path, cache: TokenCache) -> Path:
+    out = folder / str(trainer.config.packing.models)
+    out.mkdir(exist_ok=True)
+    return save_checkpoint(out, trainer.updates, trainer.model, trainer.optimizer, {}, trainer.config, cache.identity)
+
+
+def restore(trainer: Trainer, folder: Path) -> None:
+    checkpoint = open_checkpoint(folder)
+    checkpoint.load_weights(trainer.model)
+    checkpoint.load_training(trainer.model, trainer.optimizer)
+
+
+@pytest.mark.usefixtures("compiling")
+class TestCompiledInside:
+    @pytest.mark.parametrize("kind", ["solo", "at_once", "one_by_one"])
+    def test_is_traced_once_and_trains_as_uncaptured(self, tiny: MakeConfig, tiny_cache: TokenCache, kind: str) -> None:
+        config = solo(tiny) if kind == "solo" else packed(tiny, {"variants": VARIANTS}, packed_backward=kind)
+        config = config.model_copy(update={"model": config.model.model_copy(update={"layers": 1})})
+        found = train(config, tiny_cache)
+        assert counters["stats"]["unique_graphs"] == 1
+        assert_equal_bits(found, train(config.with_execution({"update": "compiled"}), tiny_cache))
+
+
+def test_a_fault_is_explained_after_a_captured_update(taped: None, tiny: MakeConfig) -> None:
+    """The explanation runs the model eagerly, and captures nothing."""
+    from tinyllm_ray.train.diagnosis import explain_fault
+
+    with Trainer(solo(tiny), None) as trainer:
+        for _ in range(UPDATES):
+            trainer.step()
+        assert isinstance(trainer.model, Llama)
+        assert "finite when done again eagerly" in explain_fault(trainer, None, 0)
+
+
+def test_the_tape_lets_no_host_read_pass() -> None:
+    with Tape(), pytest.raises(RuntimeError, match="capturing"):
+        torch.ones(()).item()
