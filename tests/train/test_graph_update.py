@@ -349,6 +349,7 @@ class TestGuard:
             update < at for update in range(at + 3)
         ]
         assert all(math.isnan(one.loss) for one in said[at + 1 :])
+        assert trainee._update.stopped.item() == 1.0
         found = state_of(trainee.model, trainee.optimizer)
         assert [name for name, value in states[at].items() if not torch.equal(found[name], value)] == []
 

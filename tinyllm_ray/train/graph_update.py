@@ -96,6 +96,7 @@ class GraphUpdate:
 
     def close(self) -> None:
         """Give the graph's memory back. No update may follow."""
+        self._found = None
         self._capture.reset()
 
     def _fill(self, batch: torch.Tensor) -> None:
