@@ -92,9 +92,6 @@ class TapeCapture:
         self.log.append("replay")
         self._tape.play()
 
-    def pool_bytes(self) -> int | None:
-        return None
-
     def reset(self) -> None:
         self.log.append("reset")
         self._tape = Tape()

@@ -68,7 +68,6 @@ def test_the_first_error_is_told_in_one_line_with_its_place(capture: CudaCapture
     assert "\n" not in str(raised.value)
     assert raised.value.__cause__ is failure
     assert entered == ["enter user", "capture in mode thread_local", "leave user"], "the caller's stream is back"
-    assert capture.pool_bytes() is None
 
 
 def test_missing_memory_stays_what_it_is(capture: CudaCapture) -> None:

@@ -22,7 +22,7 @@ from tinyllm_ray.model.llama import Llama, initialize
 from tinyllm_ray.train.checkpoint import open_checkpoint
 from tinyllm_ray.train.checkpoints import save_checkpoint
 from tinyllm_ray.train.evaluate import Evaluator
-from tinyllm_ray.train.graph_update import WARM_UP_UPDATES, DirectUpdate, GraphUpdate, build_run
+from tinyllm_ray.train.graph_update import WARM_UP_UPDATES, DirectUpdate, GraphUpdate, build_run, check_capturable
 from tinyllm_ray.train.recipe import learning_rate
 from tinyllm_ray.train.trainer import Solo, Trainer
 from tinyllm_ray.train.update import Statistics
@@ -143,16 +143,17 @@ class TestAsked:
             run = build_run(Sums().run, tiny(execution={"update": kind}), CPU)
             assert isinstance(run, DirectUpdate)
             assert run(rows(1, 2)).grad_norm.item() == 3
-            assert run.pool_bytes is None
 
     def test_a_cpu_is_refused(self, tiny: MakeConfig) -> None:
         with pytest.raises(ConfigError, match=r"execution.update: 'graph' needs a GPU"):
-            build_run(Sums().run, tiny(execution={"update": "graph"}), CPU)
+            check_capturable(tiny(execution={"update": "graph"}), CPU)
 
     def test_processes_are_refused(self, tiny: MakeConfig) -> None:
         config = tiny(packing={"models": 2}, execution={"update": "graph", "packed_backward": "processes"})
         with pytest.raises(ConfigError, match=r"one process.*take packed_backward at_once or one_by_one"):
-            build_run(Sums().run, config, torch.device("cuda"))
+            check_capturable(config, torch.device("cuda"))
+        check_capturable(config.with_execution({"update": "compiled"}), CPU)
+        check_capturable(config.with_execution({"packed_backward": "at_once"}), torch.device("cuda"))
 
 
 class TestTape:
@@ -197,7 +198,7 @@ class TestTape:
 def taped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainers that capture on a tape; the code inside stays eager."""
     monkeypatch.setattr("tinyllm_ray.train.graph_update.CudaCapture", TapeCapture)
-    monkeypatch.setattr("tinyllm_ray.train.graph_update.check_capturable", lambda *_: None)
+    monkeypatch.setattr("tinyllm_ray.train.trainer.check_capturable", lambda *_: None)
     monkeypatch.setattr("tinyllm_ray.train.trainer.choose_device", lambda config: CPU)
     monkeypatch.setattr("tinyllm_ray.train.ahead.import_compiler", lambda config: None)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
@@ -209,7 +210,7 @@ def compiling(taped: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.undo()
     compile_function = torch.compile
     monkeypatch.setattr("tinyllm_ray.train.graph_update.CudaCapture", TapeCapture)
-    monkeypatch.setattr("tinyllm_ray.train.graph_update.check_capturable", lambda *_: None)
+    monkeypatch.setattr("tinyllm_ray.train.trainer.check_capturable", lambda *_: None)
     monkeypatch.setattr("tinyllm_ray.train.trainer.choose_device", lambda config: CPU)
     monkeypatch.setattr(
         torch,

@@ -22,7 +22,6 @@ class CudaCapture:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graph = torch.cuda.CUDAGraph()
-        self._captured = False
 
     def warm_up(self, work: Callable[[], Statistics]) -> Statistics:
         user = torch.cuda.current_stream(self._device)
@@ -52,28 +51,17 @@ class CudaCapture:
                 torch.cuda.stream(torch.cuda.current_stream(self._device)),
                 torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"),
             ):
-                found = watched()
+                return watched()
         except Exception as error:
             reason = failure or error
             if isinstance(reason, torch.OutOfMemoryError):
                 raise reason from None
             raise RuntimeError(f"execution.update: graph: no capture of this update: {explain(reason)}") from reason
-        self._captured = True
-        return found
 
     def replay(self) -> None:
         self._graph.replay()
 
-    def pool_bytes(self) -> int | None:
-        if not self._captured:
-            return None
-        pool = tuple(self._graph.pool())
-        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        own = [segment["total_size"] for segment in segments if segment.get("segment_pool_id") == pool]
-        return sum(own) or None
-
     def reset(self) -> None:
-        self._captured = False
         self._graph.reset()
 
 

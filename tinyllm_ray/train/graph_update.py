@@ -48,9 +48,6 @@ class Capture(Protocol):
     def replay(self) -> None:
         """Queue what was recorded, after all that the current stream has been given."""
 
-    def pool_bytes(self) -> int | None:
-        """Device bytes set aside for what was recorded; None where there is nothing, or PyTorch does not tell."""
-
     def reset(self) -> None:
         """Forget what was recorded and give its memory back."""
 
@@ -89,11 +86,6 @@ class GraphUpdate:
         self._capture.replay()
         return _copied(self._found)
 
-    @property
-    def pool_bytes(self) -> int | None:
-        """Device bytes of the graph's private pool, part of those that PyTorch's allocator has reserved."""
-        return self._capture.pool_bytes()
-
     def close(self) -> None:
         """Give the graph's memory back. No update may follow."""
         self._found = None
@@ -117,8 +109,6 @@ class GraphUpdate:
 class DirectUpdate:
     """Runs updates as they are written, in the manner of `GraphUpdate`."""
 
-    pool_bytes = None
-
     def __init__(self, run: Run) -> None:
         self._run = run
 
@@ -130,15 +120,14 @@ class DirectUpdate:
 
 
 def build_run(run: Run, config: Config, device: torch.device) -> DirectUpdate | GraphUpdate:
-    """`run` executed as the configuration says. Raises ConfigError where it cannot be captured and should be."""
-    if config.execution.update != "graph":
-        return DirectUpdate(run)
-    check_capturable(config, device)
-    return GraphUpdate(run, CudaCapture(device))
+    """`run` executed as the configuration says, which `check_capturable` let pass."""
+    return GraphUpdate(run, CudaCapture(device)) if config.execution.update == "graph" else DirectUpdate(run)
 
 
 def check_capturable(config: Config, device: torch.device) -> None:
-    """Raises ConfigError for what is known beforehand to make a capture impossible."""
+    """Raises ConfigError for what is known beforehand to make the capture impossible that an execution asks for."""
+    if config.execution.update != "graph":
+        return
     if device.type != "cuda":
         raise ConfigError(f"execution.update: 'graph' needs a GPU, and the device is a {device.type}; take compiled")
     if config.packing.models > 1 and config.packed_backward == "processes":

@@ -38,22 +38,22 @@ class PackedUpdate:
             self._mixing = Mixing(scheme, torch.zeros(model.models, model.models, dtype=weight.dtype).to(weight.device))
 
     def __call__(self, batch: torch.Tensor, matrix: torch.Tensor | None = None) -> Statistics:
-        """Both parts: settle the update's W [N, N] where there is a scheme, then `run`."""
+        """Both parts of an update; `matrix` is its W [N, N] where there is a scheme."""
         if self._mixing is not None:
             assert matrix is not None
             self.mix_by(matrix)
         return self.run(batch)
 
     def mix_by(self, matrix: torch.Tensor) -> None:
-        """Have updates mix by `matrix`, W [N, N], from here on: it is copied to where they read it."""
+        """Have updates mix by `matrix`, W [N, N], from here on: a part of the host's, beside the learning rates."""
         assert self._mixing is not None
         self._mixing.matrix.copy_(matrix)
 
     def run(self, batch: torch.Tensor) -> Statistics:
-        """All device work of an update on int64 rows [N R, T + 1], dealt to the models in turn; its statistics are [N].
+        """The device's part, on int64 rows [N R, T + 1], dealt to the models in turn; its statistics are [N].
 
-        Learning rates and mixing matrix are those that were set last. Whatever lives longer than the update stays where
-        it is in memory.
+        Learning rates and mixing matrix are those that were settled last. Whatever lives longer than the update stays
+        where it is in memory.
         """
         optimizer, mixing = self._optimizer, self._mixing
         with sdpa_backend(self._backend):

@@ -20,9 +20,9 @@ from tinyllm_ray.execution import needs_gpu, options_of
 from tinyllm_ray.measure.environment import usable_cores
 from tinyllm_ray.model.llama import Llama, initialize
 from tinyllm_ray.train.determinism import determinism
-from tinyllm_ray.train.graph_update import build_run
+from tinyllm_ray.train.graph_update import build_run, check_capturable
 from tinyllm_ray.train.host_memory import keep_freed_memory
-from tinyllm_ray.train.optimizer import build_optimizer, set_learning_rate
+from tinyllm_ray.train.optimizer import build_optimizer
 from tinyllm_ray.train.pack import Pack, model_seeds
 from tinyllm_ray.train.recipe import check_fits, learning_rate
 from tinyllm_ray.train.update import Statistics, Update, check_batch
@@ -66,6 +66,7 @@ class Trainer:
         config = self.config
         begin = clock()
         self.device = choose_device(config)
+        check_capturable(config, self.device)
         self.threads = settle_threads(config, self.device)
         torch.set_num_threads(self.threads)
         if self.device.type == "cpu":
@@ -113,11 +114,6 @@ class Trainer:
         """
         return self._trainee.evaluation_models()
 
-    @property
-    def graph_pool_bytes(self) -> int | None:
-        """Device bytes of the update's CUDA graph, part of those reserved; None where there is none."""
-        return self._trainee.run.pool_bytes
-
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -142,7 +138,7 @@ class Solo:
     def step(self, batch: torch.Tensor, update: int) -> Statistics:
         """Update `update` (0-based) on rows [R, context + 1] of whole numbers."""
         check_batch(batch, self._config)
-        set_learning_rate(self.optimizer, learning_rate(self._config, update))
+        self._update.prepare(learning_rate(self._config, update))
         return self.run(batch)
 
     def evaluation_models(self) -> list[Llama]:

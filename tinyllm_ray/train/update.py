@@ -65,13 +65,16 @@ class Update:
                 weight.grad = torch.zeros_like(weight)
 
     def __call__(self, batch: torch.Tensor, learning_rate: float) -> Statistics:
-        """Both parts: settle the rate, then `run`."""
         check_batch(batch, self._config)
-        set_learning_rate(self._optimizer, learning_rate)
+        self.prepare(learning_rate)
         return self.run(batch)
 
+    def prepare(self, learning_rate: float) -> None:
+        """The host's part of an update: settle its rate."""
+        set_learning_rate(self._optimizer, learning_rate)
+
     def run(self, batch: torch.Tensor) -> Statistics:
-        """All device work of an update, at the learning rate that is in the optimizer.
+        """The device's part, at the learning rate that was settled last.
 
         Whatever lives longer than the update stays where it is in memory; gradients are gone at its end, so that those
         of a captured one lie in the graph's own pool.
