@@ -192,9 +192,9 @@ class TestInBetween:
             for _ in range(WARM_UP_UPDATES + 3):
                 assert torch.equal(torch.stack(resumed.step()), torch.stack(unbroken.step()))
 
-    def test_two_graphs_live_side_by_side(self, config: Config, tiny: MakeConfig, tiny_cache: TokenCache) -> None:
-        alone = train(make(tiny, deterministic=True), tiny_cache, 8)[0]
+    def test_two_graphs_live_side_by_side(self, tiny: MakeConfig, tiny_cache: TokenCache) -> None:
         config = make(tiny, deterministic=True)
+        alone = train(config, tiny_cache, 8)[0]
         with Trainer(config, tiny_cache) as one, Trainer(config, tiny_cache) as other:
             both = [(torch.stack(one.step()), torch.stack(other.step())) for _ in range(8)]
         for update, pair in enumerate(both):
@@ -224,23 +224,24 @@ class TestDevice:
                 assert attention_backend(seen.kernels) == {"flash"}
                 found.append({name: launches for name, (_, launches) in by_category(seen.kernels).items()})
         graph, expected = found
-        assert graph["attention_forward"] == MODEL["layers"] * (8 // micro_batch_size)
+        assert graph["attention_forward"] >= 2 * (8 // micro_batch_size), "a layer and micro-batch"
         for category in ("attention_forward", "attention_backward", "matmul", "loss", "norm", "optimizer"):
             assert graph[category] == expected[category] > 0, category
 
     def test_its_memory_is_a_pool_of_its_own_that_is_given_back(self, config: Config) -> None:
+        others = private_bytes()
         with Trainer(config, None) as trainer:
             for _ in range(WARM_UP_UPDATES):
                 trainer.step()
-            assert private_bytes() == 0
+            assert private_bytes() == others
             trainer.step()
-            pool = private_bytes()
+            pool = private_bytes() - others
             assert pool > 8 * 128 * 64 * 2, "the logits at the least"
             trainer.synchronize()
             torch.cuda.empty_cache()
             before = torch.cuda.memory_reserved()
         torch.cuda.empty_cache()
-        assert private_bytes() == 0
+        assert private_bytes() == others
         assert torch.cuda.memory_reserved() <= before - pool
 
 
