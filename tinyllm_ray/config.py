@@ -73,11 +73,23 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_packed_execution(self) -> Self:
-        mode = self.execution.compile_mode
-        if self.packing.models > 1 and mode in CUDA_GRAPH_MODES:
+        execution, models = self.execution, self.packing.models
+        if models == 1:
+            return self
+        if execution.compile_mode in CUDA_GRAPH_MODES:
             raise ValueError(
-                f"execution.compile_mode {mode} replays CUDA graphs, which packed models do not; take default or "
-                "max-autotune-no-cudagraphs"
+                f"execution.compile_mode {execution.compile_mode} replays CUDA graphs, which packed models do not; "
+                "take default or max-autotune-no-cudagraphs"
+            )
+        if execution.optimizer_kernel == "triton":
+            raise ValueError(
+                f"execution.optimizer_kernel triton is for one model, and packing.models is {models}; take torch: "
+                "packed models have a kernel of their own"
+            )
+        if execution.update == "graph" and execution.packed_backward == "processes":
+            raise ValueError(
+                "execution.update graph captures one process, and packed_backward processes has several; "
+                "take update compiled, or packed_backward at_once or one_by_one"
             )
         return self
 

@@ -8,7 +8,7 @@ from study_replay import fitted, recipe
 
 from tinyllm_ray.config import Config, identity, load, validate
 from tinyllm_ray.errors import ConfigError
-from tinyllm_ray.execution import ExecutionConfig
+from tinyllm_ray.execution import ExecutionConfig, needs_gpu
 from tinyllm_ray.search.candidate import candidate_number, make_candidate
 from tinyllm_ray.search.fitting import fit_space
 from tinyllm_ray.search.space import Space, load_space
@@ -24,17 +24,8 @@ def test_execution_on_a_gpu() -> None:
     fit = fitted(load_space("execution"))
     assert fit.notes == ("micro_batch_size: 64, 128 dropped: they do not divide the 32 rows of an update",)
     assert fit.factors["micro_batch_size"] == (4, 8, 16, 32)
-    assert fit.baseline == {
-        "micro_batch_size": 32,
-        "update": "compiled",
-        "compile_mode": "default",
-        "sdpa_backend": "auto",
-        "cpu_threads": 8,
-        "prefetch_depth": 1,
-        "deterministic": False,
-        "packed_backward": None,
-        "data_parallel": 1,
-    }
+    chosen = {"micro_batch_size": 32, "update": "compiled", "compile_mode": "default", "cpu_threads": 8}
+    assert fit.baseline == ExecutionConfig().model_dump() | chosen
     assert (fit.parameters, fit.targets_per_update) == (20_403_520, 32_768)
     # eager: 4 sizes x 4 backends x 3 thread counts; compiled: three modes of each.
     assert len(list(fit.executions())) == 48 * 4
@@ -137,6 +128,32 @@ def test_modes_that_packs_do_not_run_in_are_dropped() -> None:
     assert fit_space(asked, recipe(16), "cuda", 4).notes == ()
 
 
+def test_a_graph_captures_no_graphs() -> None:
+    modes = ["default", "reduce-overhead", "max-autotune"]
+    asked = space({"update": ["compiled", "graph"], "compile_mode": modes}, {"update": "compiled"})
+    found = [(one["update"], one["compile_mode"]) for one in fit_space(asked, recipe(16), "cuda", 4).executions()]
+    graphs = [("graph", "default"), ("graph", "max-autotune-no-cudagraphs")]
+    assert sorted(found) == sorted([("compiled", mode) for mode in modes] + graphs)
+
+
+def test_packs_have_an_optimizer_kernel_of_their_own() -> None:
+    asked = space({"optimizer_kernel": ["torch", "triton"], "update": ["eager", "compiled"]})
+    fit = fit_space(asked, pack(True, 2, 8), "cuda", 4)
+    assert fit.notes == ("optimizer_kernel: triton dropped: packed models have a kernel of their own",)
+    with pytest.raises(ConfigError, match=r"optimizer_kernel triton is for one model, and packing\.models is 2"):
+        pack(True, 2, 8).with_execution({"optimizer_kernel": "triton"})
+
+
+def test_processes_are_captured_by_no_graph() -> None:
+    asked = space({"update": ["compiled", "graph"], "packed_backward": ["at_once", "processes"]})
+    found = {
+        (one["update"], one["packed_backward"]) for one in fit_space(asked, pack(True, 2, 8), "cuda", 4).executions()
+    }
+    assert found == {("compiled", None), ("graph", None), ("compiled", "processes")}
+    with pytest.raises(ConfigError, match="update graph captures one process"):
+        pack(True, 2, 8).with_execution({"update": "graph", "packed_backward": "processes"})
+
+
 def test_the_way_backward_is_varied_for_packs_alone() -> None:
     asked = space({"packed_backward": [None, "at_once", "one_by_one"], "micro_batch_size": [16, 32]})
     fit = fit_space(asked, pack(True, 4, 32), "cuda", 4)
@@ -195,11 +212,14 @@ def test_ids_and_labels() -> None:
 
 VALUES: dict[str, list[Any]] = {
     "micro_batch_size": [None, 1, 2, 3, 4, 6, 8, 16],
-    "update": ["eager", "compiled"],
+    "update": ["eager", "compiled", "graph"],
     "compile_mode": [None, "default", "reduce-overhead", "max-autotune"],
     "sdpa_backend": ["auto", "flash", "cudnn", "efficient", "math"],
     "cpu_threads": [None, 1, 2, 3, 8],
     "prefetch_depth": [0, 1, 2],
+    "loss_kernel": ["torch", "triton"],
+    "residual_dtype": ["float32", "bfloat16"],
+    "recompute_activations": [False, True],
     "packed_backward": [None, "at_once", "one_by_one"],
 }
 WHENS: list[dict[str, Any]] = [
@@ -217,6 +237,7 @@ def spaces(draw: st.DrawFn) -> Space:
     factors = {key: draw(st.lists(st.sampled_from(VALUES[key]), min_size=1, unique=True)) for key in keys}
     baseline = {
         "update": draw(st.sampled_from(VALUES["update"])),
+        "loss_kernel": draw(st.sampled_from(VALUES["loss_kernel"])),
         "sdpa_backend": draw(st.sampled_from(["auto", "math"])),
     }
     return space(factors, baseline, when=draw(st.sampled_from(WHENS)))
@@ -239,7 +260,7 @@ def test_every_execution_of_any_space_can_run_and_stands_once(asked: Space, rows
         assert ExecutionConfig.model_validate(execution).model_dump(mode="json") == execution
         assert rows % execution["micro_batch_size"] == 0
         assert execution["cpu_threads"] <= cores
-        assert kind == "cuda" or execution["sdpa_backend"] in {"auto", "flash", "math"}
+        assert kind == "cuda" or not any(needs_gpu(key, value) for key, value in execution.items())
         for key, conditions in asked.when.items():
             if any(execution[other] not in values for other, values in conditions.items()) and key != "compile_mode":
                 assert execution[key] == fit.baseline[key]

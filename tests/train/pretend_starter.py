@@ -95,6 +95,12 @@ def hang_in_exit(emit: Emit) -> None:
     signal.pause()
 
 
+def stop_itself(emit: Emit) -> None:
+    reach_windows(emit)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    complete(emit)
+
+
 def leave(emit: Emit) -> None:
     reach_windows(emit)
     os._exit(3)
@@ -129,6 +135,7 @@ PARTS: dict[str, Callable[[Emit], None]] = {
     "hang with a helper": hang_with_a_helper,
     "leave a helper": leave_a_helper,
     "hang in exit": hang_in_exit,
+    "stop itself": stop_itself,
     "leave": leave,
     "be killed": be_killed,
     "crash": crash,
@@ -136,6 +143,13 @@ PARTS: dict[str, Callable[[Emit], None]] = {
     "run out of memory": run_out_of_memory,
     "fail": fail,
 }
+
+
+def wait_for_the_candidate() -> None:
+    """The fork returns once the candidate has stopped itself, which then goes on."""
+    stopped = os.waitid(os.P_ALL, 0, os.WSTOPPED | os.WNOWAIT)
+    assert stopped is not None
+    os.kill(stopped.si_pid, signal.SIGCONT)
 
 
 def main() -> None:
@@ -150,6 +164,8 @@ def main() -> None:
     gate = os.environ.get("PRETEND_STARTER_GATE")
     if gate:  # a pipe in a folder: imports take until somebody opens its other end
         open(gate).close()
+    if os.environ.get("PRETEND_STARTER_LAGS"):
+        os.register_at_fork(after_in_parent=wait_for_the_candidate)
     starter.serve(0, int(sys.argv[-1]))
 
 

@@ -16,7 +16,9 @@ def read_json(path: Path) -> Any:
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """The whole lines; of one that is being written a reader may see its part up to a page's end."""
+    whole, _, _ = path.read_text().rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def metrics_of(out: Path) -> list[dict[str, Any]]:

@@ -222,6 +222,18 @@ class TestFate:
         assert_works(launcher, request_for)
 
 
+def test_a_candidate_is_known_before_it_says_anything(
+    tmp_path: Path, clock: SkewedClock, request_for: MakeRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However late its starter is to run again after the fork."""
+    monkeypatch.setenv("PRETEND_STARTER_LAGS", "1")
+    with build(tmp_path, clock) as launcher:
+        launcher.begin(request_for("stop itself"))
+        heard = [launcher.step() for _ in range(3)]
+        assert [event["event"] for event in heard] == ["ready", "forked", "stage"]
+        assert record_of(until_record(launcher)).fate is Fate.COMPLETE
+
+
 class TestLimit:
     def test_a_hanging_candidate_is_cut_with_what_it_has(
         self, launcher: Launcher, request_for: MakeRequest, clock: SkewedClock

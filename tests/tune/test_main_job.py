@@ -171,33 +171,37 @@ def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(built_root: Path, tin
     assert spent + 0.5 * wall < after["elapsed_seconds"] <= spent + wall
 
 
+MISTAKES = [
+    (["--budget", "45"], "--budget: '45' is not a duration"),
+    (["--budget", "0s"], "'0s' is zero"),
+    (["--budget", "1m", "--preset", "21m"], "'21m'"),
+    (["--budget", "1m", "--space", "recipe_space.yaml"], "belongs to the recipe"),
+    (["--budget", "1m", "--preset", "nano", "--space", "no_fit.yaml"], "divides the 8 rows of an update"),
+    (["--budget", "1m", "--preset", "nano", "--set", "data.cache=tokens"], "set model.vocab_size=65536"),
+    (["--budget", "1m", "--out", "full"], "not an empty folder"),
+]
+OTHER_MISTAKES = [
+    (["--budget", "2700"], "like 90s, 45m or 1h30m"),
+    (["--budget", "1h30"], "'1h30'"),
+    (["--budget", "10H"], "'10H'"),
+    (["--budget=-5m"], "'-5m'"),
+    (["--budget", "-5m"], "'-5m'"),
+    (["--budget", "0"], "'0'"),
+    (["--budget", ""], "''"),
+    (["--budget", "1m", "--config", "missing.yaml"], "missing.yaml: no such file"),
+    (["--budget", "1m", "--preset", "nano", "--set", "training.tokens=1"], "training.tokens: there is no such key"),
+    (["--budget", "1m", "--preset", "nano", "--set", "data.cache=nowhere"], "nowhere: no such folder"),
+    (["--budget", "1m", "--space", "missing.yaml"], "'missing.yaml'"),
+    (["--budget", "1m", "--space", "empty_space.yaml"], "empty space"),
+    (["--budget", "1m", "--windows", "0"], "protocol"),
+    (["--budget", "1m", "--preset", "nano", "--set", "data.cache=full"], "holds no manifest.json"),
+    (["--budget", "1m", "--out", "absent", "--resume"], "holds no study"),
+    (["--budget", "1m", "--set", "training.seed=1"], "--set changes a recipe"),
+]
+
+
 @pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--budget", "45"], "--budget: '45' is not a duration"),
-        (["--budget", "2700"], "like 90s, 45m or 1h30m"),
-        (["--budget", "1h30"], "'1h30'"),
-        (["--budget", "10H"], "'10H'"),
-        (["--budget=-5m"], "'-5m'"),
-        (["--budget", "-5m"], "'-5m'"),
-        (["--budget", "0"], "'0'"),
-        (["--budget", "0s"], "'0s' is zero"),
-        (["--budget", ""], "''"),
-        (["--budget", "1m", "--preset", "21m"], "'21m'"),
-        (["--budget", "1m", "--config", "missing.yaml"], "missing.yaml: no such file"),
-        (["--budget", "1m", "--preset", "nano", "--set", "training.tokens=1"], "training.tokens: there is no such key"),
-        (["--budget", "1m", "--preset", "nano", "--set", "data.cache=nowhere"], "nowhere: no such folder"),
-        (["--budget", "1m", "--space", "missing.yaml"], "'missing.yaml'"),
-        (["--budget", "1m", "--space", "recipe_space.yaml"], "belongs to the recipe"),
-        (["--budget", "1m", "--space", "empty_space.yaml"], "empty space"),
-        (["--budget", "1m", "--preset", "nano", "--space", "no_fit.yaml"], "divides the 8 rows of an update"),
-        (["--budget", "1m", "--windows", "0"], "protocol"),
-        (["--budget", "1m", "--preset", "nano", "--set", "data.cache=full"], "holds no manifest.json"),
-        (["--budget", "1m", "--preset", "nano", "--set", "data.cache=tokens"], "set model.vocab_size=65536"),
-        (["--budget", "1m", "--out", "full"], "not an empty folder"),
-        (["--budget", "1m", "--out", "absent", "--resume"], "holds no study"),
-        (["--budget", "1m", "--set", "training.seed=1"], "--set changes a recipe"),
-    ],
+    ("arguments", "said"), [*MISTAKES, *(pytest.param(*mistake, marks=pytest.mark.slow) for mistake in OTHER_MISTAKES)]
 )
 def test_a_mistake_is_one_line_and_status_2(
     run_module: RunModule, make_cache: MakeCache, tmp_path: Path, arguments: list[str], said: str
@@ -223,8 +227,10 @@ def test_a_relative_cache_serves_from_anywhere(
     run_module: RunModule, make_cache: MakeCache, tiny: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "tokens").symlink_to(make_cache([n % 32_000 for n in range(5000)], vocab_size=32_000).folder)
-    arguments = ("--config", tiny / "recipe.yaml", "--space", tiny / "space.yaml", "--set", "data.cache=tokens")
-    done = run_module("tinyllm_ray.tune", "--budget", "100s", *arguments, "--out", "sp ace", cwd=tmp_path)
+    (tmp_path / "one.yaml").write_text("baseline: {cpu_threads: 1}\nfactors: {micro_batch_size: [8]}\n")
+    arguments = ("--config", tiny / "recipe.yaml", "--space", "one.yaml", "--windows", "1", "--updates-per-window", "1")
+    asked = ("--budget", "100s", "--set", "data.cache=tokens", "--out", "sp ace")
+    done = run_module("tinyllm_ray.tune", *arguments, *asked, cwd=tmp_path)
     assert done.status == 0, done.output
     assert "next: python -m tinyllm_ray.train --config 'sp ace/selected.yaml' --out 'sp ace/run'" in done.output
 

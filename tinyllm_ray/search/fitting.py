@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from tinyllm_ray.config import Config, default_micro_batch_size, default_packed_backward, identity
 from tinyllm_ray.errors import ConfigError
-from tinyllm_ray.execution import CPU_SDPA_BACKENDS, CUDA_GRAPH_MODES, ExecutionConfig, needs_gpu
+from tinyllm_ray.execution import CUDA_GRAPH_MODES, ExecutionConfig, needs_gpu
 from tinyllm_ray.records import Protocol
 from tinyllm_ray.search.space import Space
 
@@ -58,6 +58,8 @@ class FittedSpace:
             # The same kernels without graphs of their own, which the graph of the whole update replaces.
             autotuned = execution["compile_mode"] == "max-autotune"
             execution["compile_mode"] = "max-autotune-no-cudagraphs" if autotuned else "default"
+        if execution["update"] == "graph" and execution["packed_backward"] == "processes":
+            execution["update"] = "compiled"  # a graph captures one process
         return _settled(execution)
 
     def executions(self) -> Iterator[dict[str, Any]]:
@@ -127,9 +129,10 @@ def _fit_baseline(
         if baseline["update"] != "eager":
             notes.append(f"baseline: eager instead of {baseline['update']}: what a user without a GPU starts with")
             baseline["update"] = "eager"
-        if baseline["sdpa_backend"] not in CPU_SDPA_BACKENDS:
-            notes.append(f"baseline: SDPA backend auto instead of {baseline['sdpa_backend']}: that one needs a GPU")
-            baseline["sdpa_backend"] = "auto"
+        for key in [key for key, value in baseline.items() if needs_gpu(key, value)]:
+            default = ExecutionConfig.model_fields[key].default
+            notes.append(f"baseline: {key} {default} instead of {baseline[key]}: that one needs a GPU")
+            baseline[key] = default
     if config.packing.models > 1 and baseline["compile_mode"] in CUDA_GRAPH_MODES:
         notes.append(f"baseline: compile mode default instead of {baseline['compile_mode']}: {_NO_GRAPHS}")
         baseline["compile_mode"] = "default"
@@ -173,6 +176,8 @@ def _misfits(key: str, values: list[Any], config: Config, device_kind: DeviceKin
         return misfits, f"{'they do' if len(misfits) > 1 else 'it does'} not divide the {_rows_of(config)}"
     if key == "compile_mode" and packed:
         return [value for value in values if value in CUDA_GRAPH_MODES], _NO_GRAPHS
+    if key == "optimizer_kernel" and packed:
+        return [value for value in values if value == "triton"], "packed models have a kernel of their own"
     if key == "packed_backward" and not packed:
         return values, "the recipe has one model"
     if key == "cpu_threads":

@@ -2,8 +2,8 @@
 
 `python -m tinyllm_ray.train.starter EVENTS_FD` reads TrialRequests, one JSON object a line, from standard input, forks
 a process for each, one after the other, and writes events, one JSON object a line, to EVENTS_FD: its own (`ready`,
-`forked` with the process id, `ended` with the exit status) and, in between, the candidate's. End of input ends the
-candidate and the starter. It is single-threaded, since only the forking thread lives on in a fork.
+`ended` with the exit status) and, in between, the candidate's, `forked` with its process id first. End of input ends
+the candidate and the starter. It is single-threaded, since only the forking thread lives on in a fork.
 """
 
 import json
@@ -47,7 +47,6 @@ def serve(requests_fd: int, events_fd: int) -> None:
         while not child and b"\n" in waiting:
             line, waiting = waiting.split(b"\n", 1)
             child = _fork(json.loads(line), events_fd)
-            _send(events_fd, {"event": "forked", "pid": child})
 
 
 def _reap(child: int, events_fd: int) -> int:
@@ -76,7 +75,7 @@ def _fork(request: dict[str, Any], events_fd: int) -> int:
     pid = os.fork()
     if not pid:
         _live(request, events_fd, begin, starter)
-    os.setpgid(pid, pid)  # as the candidate does: whoever is first, the group is there before the pid is told
+    os.setpgid(pid, pid)  # as the candidate does: whoever is first, the group is there before anything is done with it
     return pid
 
 
@@ -88,6 +87,8 @@ def _live(request: dict[str, Any], events_fd: int, begin: float, starter: int) -
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         _die_with(starter)
+        # Said by the candidate itself: the starter may run again only after events of the candidate's.
+        _send(events_fd, {"event": "forked", "pid": os.getpid()})
         log = os.open(Path(request.pop("log")), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
