@@ -16,7 +16,6 @@ import torch
 
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.feed import widen
-from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.train.cuda_capture import CudaCapture
 from tinyllm_ray.train.update import Statistics
 
@@ -120,21 +119,8 @@ class DirectUpdate:
 
 
 def build_run(run: Run, config: Config, device: torch.device) -> DirectUpdate | GraphUpdate:
-    """`run` executed as the configuration says, which `check_capturable` let pass."""
+    """`run` executed as the configuration says."""
     return GraphUpdate(run, CudaCapture(device)) if config.execution.update == "graph" else DirectUpdate(run)
-
-
-def check_capturable(config: Config, device: torch.device) -> None:
-    """Raises ConfigError for what is known beforehand to make the capture impossible that an execution asks for."""
-    if config.execution.update != "graph":
-        return
-    if device.type != "cuda":
-        raise ConfigError(f"execution.update: 'graph' needs a GPU, and the device is a {device.type}; take compiled")
-    if config.packing.models > 1 and config.packed_backward == "processes":
-        raise ConfigError(
-            "execution.update: 'graph' captures the work of one process, and packed_backward 'processes' has several; "
-            "take packed_backward at_once or one_by_one, or update compiled"
-        )
 
 
 def _copied(found: Statistics) -> Statistics:

@@ -20,7 +20,7 @@ from tinyllm_ray.execution import needs_gpu, options_of
 from tinyllm_ray.measure.environment import usable_cores
 from tinyllm_ray.model.llama import Llama, initialize
 from tinyllm_ray.train.determinism import determinism
-from tinyllm_ray.train.graph_update import build_run, check_capturable
+from tinyllm_ray.train.graph_update import build_run
 from tinyllm_ray.train.host_memory import keep_freed_memory
 from tinyllm_ray.train.optimizer import build_optimizer
 from tinyllm_ray.train.pack import Pack, model_seeds
@@ -66,7 +66,6 @@ class Trainer:
         config = self.config
         begin = clock()
         self.device = choose_device(config)
-        check_capturable(config, self.device)
         self.threads = settle_threads(config, self.device)
         torch.set_num_threads(self.threads)
         if self.device.type == "cpu":

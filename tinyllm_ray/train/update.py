@@ -14,6 +14,7 @@ import torch
 
 from tinyllm_ray.config import Config, identity
 from tinyllm_ray.execution import CUDA_GRAPH_MODES, HOST_KEYS
+from tinyllm_ray.model import attention
 from tinyllm_ray.model.attention import sdpa_backend
 from tinyllm_ray.model.llama import Llama
 from tinyllm_ray.model.packed import PackedLlama
@@ -118,6 +119,7 @@ def build_loss(model: Llama | PackedLlama, config: Config, device: torch.device)
     Compiled whole or not at all (fullgraph): what cannot be traced, and one retracing more than Dynamo's
     `recompile_limit`, raises where PyTorch would otherwise run the code eagerly from then on.
     """
+    attention.prepare(config.execution.sdpa_backend, config.model.context, device)
     inner: Loss = model.loss
     tag = ""
     if config.execution.update != "eager":
