@@ -32,6 +32,11 @@ OPTIMIZER = {"gradient_clip": 0.5, "eps": 0.01}
 """Clipping that bites, and an eps beside which it shows: AdamW forgives a gradient's scale otherwise."""
 VARIANTS = [{"seed": 1, "peak_learning_rate": 0.03}, {"seed": 2}, {"weight_decay": 0.7}]
 MIXED = {"topology": "one_peer_ring", "consensus_start_fraction": 0.25, "consensus_power": 1}
+ALL_KERNELS = {
+    **{f"{part}_kernel": "triton" for part in ("loss", "norm", "rotary", "activation", "optimizer")},
+    "residual_dtype": "bfloat16",
+    "recompute_activations": True,
+}
 TOLERANCE = 5e-3
 """Of losses in bf16 after tens of updates, where the order of atomic additions is not promised."""
 
@@ -92,6 +97,15 @@ class TestLearning:
     @pytest.mark.slow
     def test_autotuned_code_is_captured_too(self, config: Config, tiny_cache: TokenCache) -> None:
         asked = config.with_execution({"compile_mode": "max-autotune-no-cudagraphs"})
+        found, expected = train(asked, tiny_cache, 20)[0], train(compiled(asked), tiny_cache, 20)[0]
+        torch.testing.assert_close(found[:, 0], expected[:, 0], rtol=TOLERANCE, atol=0)
+
+    @pytest.mark.parametrize("kernels", [{"optimizer_kernel": "triton"}, ALL_KERNELS])
+    @pytest.mark.parametrize("micro_batch_size", [8, 2])
+    def test_so_are_those_of_triton_kernels(
+        self, config: Config, tiny_cache: TokenCache, kernels: dict[str, Any], micro_batch_size: int
+    ) -> None:
+        asked = config.with_execution({"micro_batch_size": micro_batch_size, **kernels})
         found, expected = train(asked, tiny_cache, 20)[0], train(compiled(asked), tiny_cache, 20)[0]
         torch.testing.assert_close(found[:, 0], expected[:, 0], rtol=TOLERANCE, atol=0)
 

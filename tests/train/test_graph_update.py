@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from poison import poison, random_batch, state_of
+from runs import learned
 from tape import Tape, TapeCapture
 from torch._dynamo.utils import counters
 
@@ -20,10 +21,11 @@ from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.model.llama import Llama, initialize
 from tinyllm_ray.train.checkpoint import open_checkpoint
-from tinyllm_ray.train.checkpoints import save_checkpoint
+from tinyllm_ray.train.checkpoints import find_checkpoint, save_checkpoint
 from tinyllm_ray.train.evaluate import Evaluator
 from tinyllm_ray.train.graph_update import WARM_UP_UPDATES, DirectUpdate, GraphUpdate, build_run
 from tinyllm_ray.train.recipe import learning_rate
+from tinyllm_ray.train.run import Run
 from tinyllm_ray.train.trainer import Solo, Trainer
 from tinyllm_ray.train.update import Statistics
 
@@ -436,6 +438,25 @@ class TestCompiledInside:
         found = train(config, tiny_cache)
         assert counters["stats"]["unique_graphs"] == 1
         assert_equal_bits(found, train(config.with_execution({"update": "compiled"}), tiny_cache))
+
+
+@pytest.mark.usefixtures("taped")
+def test_a_whole_run_learns_the_same(tiny: MakeConfig, tiny_cache: TokenCache, tmp_path: Path) -> None:
+    """With its evaluations and checkpoints, and stopped and resumed on the way, which captures anew."""
+    found = []
+    for update in ("graph", "compiled"):
+        config = tiny(
+            optimizer=OPTIMIZER,
+            training={"token_budget": 128 * 20, "epochs": 4},
+            execution={"update": update},
+            output={"checkpoint": "interval", "checkpoint_interval": 4},
+        )
+        out = tmp_path / update
+        out.mkdir()
+        assert Run(config, tiny_cache, out, stop_at=9).execute() == 0
+        assert Run(config, tiny_cache, out, checkpoint=find_checkpoint(out)).execute() == 0
+        found.append(learned(out))
+    assert found[0] == found[1]
 
 
 def test_a_fault_is_explained_after_a_captured_update(taped: None, tiny: MakeConfig) -> None:
