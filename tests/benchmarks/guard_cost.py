@@ -18,6 +18,7 @@ from tinyllm_ray.config import load
 from tinyllm_ray.data.cache import open_cache
 from tinyllm_ray.data.prepare import default_cache
 from tinyllm_ray.measure.environment import devices
+from tinyllm_ray.train.graph_update import build_run
 from tinyllm_ray.train.trainer import Trainer
 from tinyllm_ray.train.update import Update, build_loss
 from tinyllm_ray.yamlfile import parse_yaml
@@ -39,7 +40,8 @@ class UnguardedTrainer(Trainer):
 
     def _start(self, *arguments):
         super()._start(*arguments)
-        self._trainee._update = Unguarded(self.model, self.optimizer, self.config)
+        unguarded = Unguarded(self.model, self.optimizer, self.config)
+        self._trainee.run = build_run(unguarded.run, self.config, self.device)
         del self.optimizer.found_inf
 
 

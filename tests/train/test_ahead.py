@@ -12,7 +12,14 @@ from tinyllm_ray.train.ahead import import_compiler, warm_device
 MakeConfig = Callable[..., Config]
 
 
-@pytest.mark.parametrize(("update", "module"), [("eager", "torch._dynamo"), ("compiled", "torch._inductor.compile_fx")])
+@pytest.mark.parametrize(
+    ("update", "module"),
+    [
+        ("eager", "torch._dynamo"),
+        ("compiled", "torch._inductor.compile_fx"),
+        ("graph", "torch._inductor.compile_fx"),
+    ],
+)
 def test_what_the_first_update_would_import_is_there(tiny: MakeConfig, update: str, module: str) -> None:
     import_compiler(tiny(execution={"update": update}))
     assert module in sys.modules

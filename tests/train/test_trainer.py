@@ -139,9 +139,12 @@ class TestDeterminism:
         assert torch.is_deterministic_algorithms_warn_only_enabled()
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
-    def test_a_compiler_that_goes_by_timing_is_refused(self, tiny: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("update", ["compiled", "graph"])
+    def test_a_compiler_that_goes_by_timing_is_refused(
+        self, tiny: MakeConfig, monkeypatch: pytest.MonkeyPatch, update: str
+    ) -> None:
         monkeypatch.setattr("torch._inductor.config", SimpleNamespace())  # as torch 2.9 has it
-        compiled = tiny(execution={"deterministic": True, "update": "compiled"})
+        compiled = tiny(execution={"deterministic": True, "update": update})
         with pytest.raises(ConfigError, match=r"set execution\.update=eager"):
             Trainer(compiled, None)
         assert not torch.are_deterministic_algorithms_enabled()

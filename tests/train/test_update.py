@@ -267,8 +267,8 @@ class TestCompileCacheTag:
         assert "" not in tags
         assert self.tag(tiny, deterministic=True) not in tags
 
-    @pytest.mark.parametrize("settings", [{"cpu_threads": 7}, {"prefetch_depth": 5}])
-    def test_what_changes_no_graph_shares_one(self, tiny: MakeConfig, settings: dict[str, int]) -> None:
+    @pytest.mark.parametrize("settings", [{"cpu_threads": 7}, {"prefetch_depth": 5}, {"update": "graph"}])
+    def test_what_changes_no_graph_shares_one(self, tiny: MakeConfig, settings: dict[str, Any]) -> None:
         assert self.tag(tiny, **settings) == self.tag(tiny)
 
 

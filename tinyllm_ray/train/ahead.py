@@ -13,7 +13,7 @@ def import_compiler(config: Config) -> None:
     """
     import torch._dynamo
 
-    if config.execution.update == "compiled":
+    if config.execution.update != "eager":
         import torch._inductor.compile_fx  # noqa: F401
 
 

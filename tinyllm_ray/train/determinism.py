@@ -25,7 +25,7 @@ def determinism(config: Config) -> Iterator[None]:
     Source: https://docs.pytorch.org/docs/stable/notes/randomness.html
     """
     wanted = config.execution.deterministic
-    if wanted and config.execution.update == "compiled":
+    if wanted and config.execution.update != "eager":
         _check_compiler()
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     workspace = os.environ.get(CUBLAS_VARIABLE)

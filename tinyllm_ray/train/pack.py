@@ -11,6 +11,7 @@ from tinyllm_ray.measure.memory import peak_memory
 from tinyllm_ray.model.llama import Llama, allocate
 from tinyllm_ray.model.packed import PackedLlama, initialize_packed
 from tinyllm_ray.records import Memory
+from tinyllm_ray.train.graph_update import build_run
 from tinyllm_ray.train.mixing import consensus_distance
 from tinyllm_ray.train.mixing_schedule import MixingSchedule
 from tinyllm_ray.train.optimizer import set_learning_rate
@@ -54,16 +55,19 @@ class Pack:
             scheme=packing.scheme,
             backend=config.execution.sdpa_backend,
         )
+        self.run = build_run(self._update.run, config, device)
         self._evaluated: list[Llama] = []
 
     def step(self, batch: torch.Tensor, update: int) -> Statistics:
-        """Update `update` (0-based) on int64 rows [N R, context + 1], row j N + i being model i's j-th.
+        """Update `update` (0-based) on rows [N R, context + 1] of whole numbers, row j N + i being model i's j-th.
 
         Raises ValueError for a batch of another shape.
         """
         check_batch(batch, self._config)
         self._set_learning_rates(update)
-        return self._update(batch, None if self._matrix is None else self._matrix(update))
+        if self._matrix is not None:
+            self._update.mix_by(self._matrix(update))
+        return self.run(batch)
 
     def evaluation_models(self) -> list[Llama]:
         """The average of the models where they are mixed, filled anew by each call; else each one, in its own memory.

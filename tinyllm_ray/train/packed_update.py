@@ -31,25 +31,37 @@ class PackedUpdate:
         self._optimizer = optimizer
         self._backward = backward
         self._gradient_clip = gradient_clip
-        self._scheme = scheme
         self._backend = backend
+        self._mixing: Mixing | None = None
+        if scheme is not None:
+            weight = next(model.parameters())
+            self._mixing = Mixing(scheme, torch.zeros(model.models, model.models, dtype=weight.dtype).to(weight.device))
 
     def __call__(self, batch: torch.Tensor, matrix: torch.Tensor | None = None) -> Statistics:
-        """One update on int64 rows [N R, T + 1], dealt to the models in turn; losses and norms are [N].
+        """Both parts of an update; `matrix` is its W [N, N] where there is a scheme."""
+        if self._mixing is not None:
+            assert matrix is not None
+            self.mix_by(matrix)
+        return self.run(batch)
 
-        `matrix` is the update's W [N, N] where there is a scheme. Learning rates are those in the optimizer.
+    def mix_by(self, matrix: torch.Tensor) -> None:
+        """Have updates mix by `matrix`, W [N, N], from here on: a part of the host's, beside the learning rates."""
+        assert self._mixing is not None
+        self._mixing.matrix.copy_(matrix)
+
+    def run(self, batch: torch.Tensor) -> Statistics:
+        """The device's part, on int64 rows [N R, T + 1], dealt to the models in turn; its statistics are [N].
+
+        Learning rates and mixing matrix are those that were settled last. Whatever lives longer than the update stays
+        where it is in memory.
         """
-        optimizer = self._optimizer
+        optimizer, mixing = self._optimizer, self._mixing
         with sdpa_backend(self._backend):
             losses = self._backward(deal(batch, self._model.models))
         losses = losses.masked_fill(optimizer.stopped, torch.nan)
         norms = gradient_norms(self._model.parameters())
         faults = ~(losses.isfinite() & norms.isfinite())
-        mixing = None
-        if self._scheme is not None:
-            assert matrix is not None
-            mixing, faults = Mixing(self._scheme, matrix), faults.any()
-        optimizer.stop(faults)
+        optimizer.stop(faults if mixing is None else faults.any())
         optimizer.step(gradient_scale=clip_scales(norms, self._gradient_clip), mixing=mixing)
         optimizer.zero_grad()
         return Statistics(losses, norms)

@@ -154,7 +154,7 @@ class Run:
     def _update_first(self, trainer: Trainer) -> None:
         """The update that starts and compiles: a signal ends the process at once, since nothing is lost by it."""
         began = self._clock()
-        how = "compiling" if self._config.execution.update == "compiled" else "running"
+        how = "running" if self._config.execution.update == "eager" else "compiling"
         self._on_progress(Starting(f"{how} the first update"))
         self._pending.append(trainer.step())
         self._read(trainer, began, counted=False)

@@ -11,7 +11,7 @@ import torch
 from tinyllm_ray.clock import Clock
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache
-from tinyllm_ray.data.feed import Feed, SyntheticFeed, device_feed, widen
+from tinyllm_ray.data.feed import Feed, SyntheticFeed, device_feed
 from tinyllm_ray.data.interleave import InterleavedLoader
 from tinyllm_ray.data.loader import Loader, RowLoader
 from tinyllm_ray.data.served_ranges import open_ranges
@@ -22,11 +22,12 @@ from tinyllm_ray.measure.memory import peak_memory
 from tinyllm_ray.model.llama import Llama, initialize
 from tinyllm_ray.records import Memory
 from tinyllm_ray.train.determinism import determinism
+from tinyllm_ray.train.graph_update import build_run
 from tinyllm_ray.train.host_memory import keep_freed_memory
 from tinyllm_ray.train.optimizer import build_optimizer
 from tinyllm_ray.train.pack import Pack, model_seeds
 from tinyllm_ray.train.recipe import check_fits, learning_rate
-from tinyllm_ray.train.update import Statistics, Update
+from tinyllm_ray.train.update import Statistics, Update, check_batch
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class Trainer:
         self._trainee = Pack(config, self.device) if config.packing.models > 1 else Solo(config, self.device)
         if isinstance(self._trainee, Pack):
             open_until_closed.callback(self._trainee.close)
+        open_until_closed.callback(self._trainee.run.close)
         self.model, self.optimizer = self._trainee.model, self._trainee.optimizer
         self.stage_seconds["model_and_optimizer"] = clock() - begin
         begin = clock()
@@ -105,7 +107,7 @@ class Trainer:
 
     def step(self) -> Statistics:
         """Queue one update; nothing is read from the device. Statistics of a pack are [N]."""
-        self._last = self._trainee.step(widen(self.feed.next()), self.updates)
+        self._last = self._trainee.step(self.feed.next(), self.updates)
         self.updates += 1
         return self._last
 
@@ -145,10 +147,13 @@ class Solo:
         self.model = initialize(config.model, config.training.seed).to(device)
         self.optimizer = build_optimizer(self.model, config.optimizer, device)
         self._update = Update(self.model, self.optimizer, config)
+        self.run = build_run(self._update.run, config, device)
 
     def step(self, batch: torch.Tensor, update: int) -> Statistics:
-        """Update `update` (0-based) on int64 rows [R, context + 1]."""
-        return self._update(batch, learning_rate(self._config, update))
+        """Update `update` (0-based) on rows [R, context + 1] of whole numbers."""
+        check_batch(batch, self._config)
+        self._update.prepare(learning_rate(self._config, update))
+        return self.run(batch)
 
     def evaluation_models(self) -> list[Llama]:
         return [self.model]

@@ -1,7 +1,9 @@
 """How one update executes: every micro-batch's forward and backward, the guard against faults, clipping, AdamW.
 
 `eager` runs PyTorch's operators one by one; `compiled` puts the loss of a micro-batch, and with it its backward pass,
-through torch.compile.
+through torch.compile; `graph` does so too, and replays the whole update as one CUDA graph (graph_update.py). For that
+every kind of update has two parts: the host's, which writes an update's settings into device tensors that stay where
+they are, and `run`, all device work, which reads nothing on the host.
 """
 
 from collections.abc import Callable
@@ -12,6 +14,7 @@ import torch
 
 from tinyllm_ray.config import Config, identity
 from tinyllm_ray.execution import CUDA_GRAPH_MODES, HOST_KEYS
+from tinyllm_ray.model import attention
 from tinyllm_ray.model.attention import sdpa_backend
 from tinyllm_ray.model.llama import Llama
 from tinyllm_ray.model.packed import PackedLlama
@@ -63,9 +66,21 @@ class Update:
                 weight.grad = torch.zeros_like(weight)
 
     def __call__(self, batch: torch.Tensor, learning_rate: float) -> Statistics:
-        config = self._config
-        check_batch(batch, config)
+        check_batch(batch, self._config)
+        self.prepare(learning_rate)
+        return self.run(batch)
+
+    def prepare(self, learning_rate: float) -> None:
+        """The host's part of an update: settle its rate."""
         set_learning_rate(self._optimizer, learning_rate)
+
+    def run(self, batch: torch.Tensor) -> Statistics:
+        """The device's part, at the learning rate that was settled last.
+
+        Whatever lives longer than the update stays where it is in memory; gradients are gone at its end, so that those
+        of a captured one lie in the graph's own pool.
+        """
+        config = self._config
         total = self._fault
         with sdpa_backend(config.execution.sdpa_backend):
             for rows in torch.split(batch, config.micro_batch_size):
@@ -85,7 +100,7 @@ class Update:
 
         The next total begins with the fault, which is how it stays.
         """
-        self._fault = total * 0 * norm
+        torch.mul(total * 0, norm, out=self._fault)
         torch.ne(self._fault, 0, out=self.stopped)
 
 
@@ -104,9 +119,10 @@ def build_loss(model: Llama | PackedLlama, config: Config, device: torch.device)
     Compiled whole or not at all (fullgraph): what cannot be traced, and one retracing more than Dynamo's
     `recompile_limit`, raises where PyTorch would otherwise run the code eagerly from then on.
     """
+    attention.prepare(config.execution.sdpa_backend, config.model.context, device)
     inner: Loss = model.loss
     tag = ""
-    if config.execution.update == "compiled":
+    if config.execution.update != "eager":
         tag = tag_compile_cache(config)
         inner = torch.compile(model.loss, mode=config.execution.compile_mode, dynamic=False, fullgraph=True)
 
@@ -123,7 +139,7 @@ def build_loss(model: Llama | PackedLlama, config: Config, device: torch.device)
 
 def traced_once(loss: Loss, config: Config) -> Loss:
     """`loss` where a compiled one is traced in its first call alone: what would trace it again raises RuntimeError."""
-    if config.execution.update != "compiled":
+    if config.execution.update == "eager":
         return loss
     traced = False
 
