@@ -1,0 +1,122 @@
+"""SwiGLU on the fused projection of gate and up: one Triton kernel forward, one backward.
+
+Bytes moved per element of the activation, in bfloat16: forward 6 (gate and up read, the product written), backward 10
+(both and the product's gradient read, both gradients written side by side). 32,768 targets of 20m have 8 x 32,768 x 896
+elements: 0.33 ms forward and 0.55 ms backward at 4.3 TB/s.
+
+Inductor makes one kernel each way as well; backward it often computes the product again for the gradient of the
+projection that follows, 2 bytes more in time (0.11 ms) for 59 MB less a layer in memory. That is all there is to save.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+_TILE = 2048
+"""Elements of a program of four warps: 16 a thread, two loads of 16 bytes from each half."""
+_MOST_COLUMNS = 1024
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """As `Operations.swiglu`: [.., 2 ffn] to silu(gate) * up [.., ffn], rounded once, at the end."""
+    out: torch.Tensor = _swiglu(gate_up)
+    return out
+
+
+@torch.library.custom_op("tinyllm::swiglu", mutates_args=(), schema="(Tensor gate_up) -> Tensor")
+def _swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    gate_up = gate_up.contiguous()
+    out = _allocate_forward(gate_up)
+    tinyllm_swiglu_forward[_grid(out)](gate_up, out, *_sizes(out), **_constants(out))
+    return out
+
+
+def _allocate_forward(gate_up: torch.Tensor) -> torch.Tensor:
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+@torch.library.custom_op("tinyllm::swiglu_backward", mutates_args=(), schema="(Tensor dout, Tensor gate_up) -> Tensor")
+def _swiglu_backward(dout: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+    dout, gate_up = dout.contiguous(), gate_up.contiguous()
+    gradient = _allocate_backward(dout, gate_up)
+    tinyllm_swiglu_backward[_grid(dout)](dout, gate_up, gradient, *_sizes(dout), **_constants(dout))
+    return gradient
+
+
+def _allocate_backward(dout: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+    return gate_up.new_empty(gate_up.shape)
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx, dout):  # type: ignore[no-untyped-def]
+    return _swiglu_backward(dout, *ctx.saved_tensors)
+
+
+_swiglu.register_fake(_allocate_forward)
+_swiglu_backward.register_fake(_allocate_backward)
+_swiglu.register_autograd(_differentiate, setup_context=_save)
+
+
+def _grid(out: torch.Tensor) -> tuple[int]:
+    rows, columns = _tile(out.shape[-1])
+    return (triton.cdiv(out.numel() // out.shape[-1], rows) * triton.cdiv(out.shape[-1], columns),)
+
+
+def _sizes(out: torch.Tensor) -> tuple[int, int]:
+    """Rows, and tiles side by side: programs that follow one another read whole rows."""
+    return out.numel() // out.shape[-1], triton.cdiv(out.shape[-1], _tile(out.shape[-1])[1])
+
+
+def _constants(out: torch.Tensor) -> dict[str, Any]:
+    rows, columns = _tile(out.shape[-1])
+    wide = tl.float64 if out.dtype == torch.float64 else tl.float32
+    return {"WIDTH": out.shape[-1], "ROWS": rows, "COLUMNS": columns, "WIDE": wide, "num_warps": 4}
+
+
+def _tile(width: int) -> tuple[int, int]:
+    """Rows and columns of a program, powers of two; columns divide the width if 64 or more can (896 = 7 x 128)."""
+    columns = min(width & -width, _MOST_COLUMNS)
+    if columns < 64:
+        columns = min(triton.next_power_of_2(width), 128)
+    return _TILE // columns, columns
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _place(  # type: ignore[no-untyped-def]
+    rows, tiles, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Where a program's elements are in [rows, WIDTH], and how much further in [rows, 2 WIDTH]; which of them exist."""
+    row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) % tiles * COLUMNS + tl.arange(0, COLUMNS)
+    begin = row[:, None] * WIDTH
+    return begin + column[None, :], begin, (row < rows)[:, None] & (column < WIDTH)[None, :]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def tinyllm_swiglu_forward(  # type: ignore[no-untyped-def]
+    gate_up, out, rows, tiles, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    at, begin, inside = _place(rows, tiles, WIDTH, ROWS, COLUMNS)
+    gate = tl.load(gate_up + at + begin, mask=inside, other=0.0).to(WIDE)
+    up = tl.load(gate_up + at + begin + WIDTH, mask=inside, other=0.0).to(WIDE)
+    tl.store(out + at, gate / (1 + tl.exp(-gate)) * up, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def tinyllm_swiglu_backward(  # type: ignore[no-untyped-def]
+    dout, gate_up, gradient, rows, tiles,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """With s the gate's sigmoid: dgate = dout up s (1 + gate (1 - s)), dup = dout gate s."""
+    at, begin, inside = _place(rows, tiles, WIDTH, ROWS, COLUMNS)
+    upstream = tl.load(dout + at, mask=inside, other=0.0).to(WIDE)
+    gate = tl.load(gate_up + at + begin, mask=inside, other=0.0).to(WIDE)
+    up = tl.load(gate_up + at + begin + WIDTH, mask=inside, other=0.0).to(WIDE)
+    sigmoid = 1 / (1 + tl.exp(-gate))
+    tl.store(gradient + at + begin, upstream * up * sigmoid * (1 + gate * (1 - sigmoid)), mask=inside)
+    tl.store(gradient + at + begin + WIDTH, upstream * gate * sigmoid, mask=inside)
