@@ -29,9 +29,7 @@ def runnable(*modules: str) -> Iterator[None]:
         importlib.reload(module)
 
 
-def gradients(
-    outputs: tuple[torch.Tensor, ...], inputs: list[torch.Tensor], seed: int = 5
-) -> tuple[torch.Tensor, ...]:
+def gradients(outputs: tuple[torch.Tensor, ...], inputs: list[torch.Tensor], seed: int = 5) -> tuple[torch.Tensor, ...]:
     """Of a weighted sum of the outputs, whose weights depend on the seed and their place alone."""
     generator = torch.Generator().manual_seed(seed)
     weights = [torch.randn(output.shape, generator=generator, dtype=torch.float64) for output in outputs]

@@ -19,6 +19,7 @@ from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.execution import needs_gpu, options_of
 from tinyllm_ray.measure.environment import usable_cores
 from tinyllm_ray.model.llama import Llama, initialize
+from tinyllm_ray.model.operations import TORCH, operations_of
 from tinyllm_ray.train.determinism import determinism
 from tinyllm_ray.train.host_memory import keep_freed_memory
 from tinyllm_ray.train.optimizer import build_optimizer
@@ -127,16 +128,18 @@ class Solo:
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self._config = config
-        self.model = initialize(config.model, config.training.seed).to(device)
+        self.model = initialize(config.model, config.training.seed, operations_of(config.execution)).to(device)
         self.optimizer = build_optimizer(self.model, config.optimizer, device)
         self._update = Update(self.model, self.optimizer, config)
+        self._evaluated: list[Llama] = []
 
     def step(self, batch: torch.Tensor, update: int) -> Statistics:
         """Update `update` (0-based) on int64 rows [R, context + 1]."""
         return self._update(batch, learning_rate(self._config, update))
 
     def evaluation_models(self) -> list[Llama]:
-        return [self.model]
+        self._evaluated = self._evaluated or [self.model.sharing(TORCH)]
+        return self._evaluated
 
 
 def choose_device(config: Config) -> torch.device:

@@ -12,8 +12,8 @@ of which the first adds nothing and the last has no gradient of its sum. Floor a
 0.67 (0.34) ms backward.
 
 Inductor makes the same single kernel forward. Backward it reads gradient and sum a second time for the scale's
-gradient, 6 (4) bytes, where it does not fuse the two reductions (`mix_order_reduction`, on by default in torch 2.13): at
-most 0.25 (0.17) ms to save.
+gradient, 6 (4) bytes, where it does not fuse the two reductions (`mix_order_reduction`, on by default in torch 2.13):
+at most 0.25 (0.17) ms to save.
 """
 
 import torch
@@ -82,18 +82,23 @@ def _add_norm_backward(
     inverse: torch.Tensor,
     delta_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradient of the sum; the same in `delta_dtype` where that is another (else empty); the scale's in stripes."""
+    """Gradients of the sum, of delta where its dtype is another (else empty), and of the scale.
+
+    The scale's is summed by each program over its rows and then over programs, in one order always.
+    """
     dnormed, total, scale = dnormed.contiguous(), total.contiguous(), scale.contiguous()
-    dx, ddelta, partial = _allocate_backward(dnormed, dtotal, total, scale, inverse, delta_dtype)
+    dx, ddelta, _ = _allocate_backward(dnormed, dtotal, total, scale, inverse, delta_dtype)
     rows, width, tile = _rows_a_model(total, scale), scale.shape[-1], _tile(scale.shape[-1])
-    stripes, stripe = _stripes(rows, len(inverse) // rows, tile[0])
-    tinyllm_norm_backward[(len(inverse) // rows * stripes,)](
+    models = len(inverse) // rows
+    stripes, stripe = _stripes(rows, models, tile[0])
+    partial = inverse.new_empty(models, stripes, width)
+    tinyllm_norm_backward[(models * stripes,)](
         dnormed, total if dtotal is None else dtotal.contiguous(), total, scale, inverse, dx, ddelta, partial,
         rows, stripe, stripes,
         WIDTH=width, ROWS=tile[0], PADDED=tile[1], CARRIES=dtotal is not None, CASTS=ddelta.numel() > 0,
         WIDE=_wide(total), num_warps=_warps(tile),
     )  # fmt: skip
-    return dx, ddelta, partial
+    return dx, ddelta, partial.sum(1).view(scale.shape).to(scale.dtype)
 
 
 def _allocate_backward(
@@ -104,11 +109,8 @@ def _allocate_backward(
     inverse: torch.Tensor,
     delta_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    width, rows = scale.shape[-1], _rows_a_model(total, scale)
-    models = scale.numel() // width
-    stripes, _ = _stripes(rows, models, _tile(width)[0])
     ddelta = total.new_empty(0 if delta_dtype in (None, total.dtype) else total.shape, dtype=delta_dtype)
-    return total.new_empty(total.shape), ddelta, total.new_empty((models, stripes, width), dtype=_wide_dtype(total))
+    return total.new_empty(total.shape), ddelta, scale.new_empty(scale.shape)
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -125,12 +127,12 @@ def _differentiate(ctx, dtotal, dnormed, _):  # type: ignore[no-untyped-def]
         dnormed = torch.zeros_like(total)
     if ctx.delta_dtype is None:
         dtotal = None  # the sum is empty
-    dx, ddelta, partial = _add_norm_backward(dnormed, dtotal, total, scale, inverse, ctx.delta_dtype)
+    dx, ddelta, dscale = _add_norm_backward(dnormed, dtotal, total, scale, inverse, ctx.delta_dtype)
     if ctx.delta_dtype is None:
         ddelta = None
     elif ctx.delta_dtype == total.dtype:
         ddelta = dx
-    return dx, ddelta, partial.sum(1).view(scale.shape).to(scale.dtype), None, None
+    return dx, ddelta, dscale, None, None
 
 
 _add_norm.register_fake(_allocate_forward)
