@@ -149,8 +149,8 @@ def test_under_autocast_all_stay_near_float64(operations: dict[str, Any], compil
 
 
 def distance(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
-    """Of the gradients, over their norm; the losses agree to a thousandth."""
-    assert found[0].item() == pytest.approx(exact[0].item(), rel=1e-3)
+    """Of the gradients, over their norm; the losses agree to three thousandths."""
+    assert found[0].item() == pytest.approx(exact[0].item(), rel=3e-3)
     pairs = list(zip(found[1:], exact[1:], strict=True))
     error = sum(float((one.double() - other).square().sum()) for one, other in pairs)
     return (error / sum(float(other.square().sum()) for _, other in pairs)) ** 0.5
