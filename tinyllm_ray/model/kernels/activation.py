@@ -25,7 +25,7 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@torch.library.custom_op("tinyllm::swiglu", mutates_args=(), schema="(Tensor gate_up) -> Tensor")
+@torch.library.custom_op("tinyllm_ray::swiglu", mutates_args=(), schema="(Tensor gate_up) -> Tensor")
 def _swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     gate_up = gate_up.contiguous()
     out = _allocate_forward(gate_up)
@@ -37,7 +37,7 @@ def _allocate_forward(gate_up: torch.Tensor) -> torch.Tensor:
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
-@torch.library.custom_op("tinyllm::swiglu_backward", mutates_args=(), schema="(Tensor dout, Tensor gate_up) -> Tensor")
+@torch.library.custom_op("tinyllm_ray::swiglu_backward", mutates_args=(), schema="(Tensor dout, Tensor gate_up) -> Tensor")
 def _swiglu_backward(dout: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
     dout, gate_up = dout.contiguous(), gate_up.contiguous()
     gradient = _allocate_backward(dout, gate_up)

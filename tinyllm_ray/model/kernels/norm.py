@@ -40,7 +40,7 @@ def add_norm(
 
 
 @torch.library.custom_op(
-    "tinyllm::add_norm",
+    "tinyllm_ray::add_norm",
     mutates_args=(),
     schema="(Tensor x, Tensor? delta, Tensor scale, float eps, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
 )
@@ -69,7 +69,7 @@ def _allocate_forward(
 
 
 @torch.library.custom_op(
-    "tinyllm::add_norm_backward",
+    "tinyllm_ray::add_norm_backward",
     mutates_args=(),
     schema="(Tensor dnormed, Tensor? dtotal, Tensor total, Tensor scale, Tensor inverse, ScalarType? delta_dtype)"
     " -> (Tensor, Tensor, Tensor)",

@@ -34,7 +34,7 @@ def rotate_projection(
 
 
 @torch.library.custom_op(
-    "tinyllm::rotate", mutates_args=(), schema="(Tensor qkv, Tensor cos, Tensor sin) -> (Tensor, Tensor, Tensor)"
+    "tinyllm_ray::rotate", mutates_args=(), schema="(Tensor qkv, Tensor cos, Tensor sin) -> (Tensor, Tensor, Tensor)"
 )
 def _rotate(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     outputs = _allocate_forward(qkv, cos, sin)
@@ -51,7 +51,7 @@ def _allocate_forward(
 
 
 @torch.library.custom_op(
-    "tinyllm::rotate_backward",
+    "tinyllm_ray::rotate_backward",
     mutates_args=(),
     schema="(Tensor dquery, Tensor dkey, Tensor dvalue, Tensor cos, Tensor sin) -> Tensor",
 )
