@@ -16,6 +16,8 @@ gradient, 6 (4) bytes, where it does not fuse the two reductions (`mix_order_red
 at most 0.25 (0.17) ms to save.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -51,7 +53,7 @@ def _add_norm(
     x, scale = x.contiguous(), scale.contiguous()
     total, normed, inverse = _allocate_forward(x, delta, scale, eps, dtype)
     rows, width, tile = _rows_a_model(x, scale), scale.shape[-1], _tile(scale.shape[-1])
-    blocks = triton.cdiv(rows, tile[0])
+    blocks = -(-rows // tile[0])
     tinyllm_norm_forward[(len(inverse) // rows * blocks,)](
         x, x if delta is None else delta.contiguous(), scale, total, normed, inverse, rows, blocks,
         EPS=eps, WIDTH=width, ROWS=tile[0], PADDED=tile[1], ADDS=delta is not None, WIDE=_wide(x),
@@ -144,6 +146,7 @@ def _rows_a_model(x: torch.Tensor, scale: torch.Tensor) -> int:
     return x.numel() // scale.numel()
 
 
+@cache
 def _tile(width: int) -> tuple[int, int]:
     """Rows and columns that a program holds at a time, both powers of two."""
     padded = triton.next_power_of_2(width)
@@ -156,9 +159,9 @@ def _warps(tile: tuple[int, int]) -> int:
 
 def _stripes(rows: int, models: int, step: int) -> tuple[int, int]:
     """How many programs share the rows of a model in the backward pass, and how many rows each has, whole steps."""
-    steps = triton.cdiv(rows, step)
-    stripe = triton.cdiv(steps, min(steps, triton.cdiv(_MOST_STRIPES, models)))
-    return triton.cdiv(steps, stripe), stripe * step
+    steps = -(-rows // step)
+    stripe = -(-steps // min(steps, -(-_MOST_STRIPES // models)))
+    return -(-steps // stripe), stripe * step
 
 
 def _wide_dtype(x: torch.Tensor) -> torch.dtype:
