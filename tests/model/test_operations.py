@@ -1,5 +1,6 @@
 """The decoder with exchanged operations against the decoder with PyTorch's own."""
 
+import copy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -260,6 +261,10 @@ class TestFusedLoss:
 
 
 class TestSharing:
+    def test_a_copy_has_equal_operations(self) -> None:
+        model = build(chosen(**ALL))
+        assert copy.deepcopy(model).operations == model.operations
+
     def test_is_the_same_memory_under_other_operations(self) -> None:
         model = build(chosen(recompute_activations=True))
         other = model.sharing(TORCH)

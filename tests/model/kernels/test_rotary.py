@@ -71,13 +71,18 @@ def test_heads_lie_side_by_side_and_the_projection_can_go() -> None:
         assert part.untyped_storage().nbytes() == part.nbytes
 
 
-def test_gradients_may_come_in_any_layout() -> None:
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 3, 1), (3, 0, 2)])
+def test_gradients_may_come_in_any_layout(order: tuple[int, int, int]) -> None:
+    """Each of the three by its own strides."""
     qkv, angles = draw(2, 7, 5, 64), tables(7, 64)
-    upstream = torch.randn(3, 2, 5, 7, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    side_by_side = upstream[0].transpose(1, 2).contiguous().transpose(1, 2)
-    features_apart = upstream[1].transpose(2, 3).contiguous().transpose(2, 3)
-    expanded = torch.ones((), dtype=torch.float64, device=DEVICE).expand(2, 5, 7, 64)
-    given = [side_by_side, features_apart, expanded]
+    upstream = torch.randn(2, 10, 14, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    layouts = [
+        upstream[:, :5, :7].transpose(1, 2).contiguous().transpose(1, 2),
+        upstream[:, ::2, ::2],
+        upstream[:, 5:, 7:].transpose(2, 3).contiguous().transpose(2, 3),
+        torch.ones((), dtype=torch.float64, device=DEVICE).expand(2, 5, 7, 64),
+    ]
+    given = [layouts[at] for at in order]
     found, expected = (
         torch.autograd.grad(rotate(qkv, *angles), qkv, given) for rotate in (rotary.rotate_projection, TORCH.rotate)
     )
