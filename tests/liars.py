@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from tinyllm_ray.config import Config, validate
-from tinyllm_ray.model import llama
+from tinyllm_ray.model import llama, operations
 from tinyllm_ray.records import TrajectoryPoint
 from tinyllm_ray.train import optimizer as optimizer_module
 from tinyllm_ray.train import trainer as trainer_module
@@ -100,7 +100,7 @@ def _sees_the_future(patch: pytest.MonkeyPatch) -> None:
 
 
 def _knows_no_positions(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(llama, "rotate", lambda x, cos, sin: x)
+    patch.setattr(operations, "rotate", lambda x, cos, sin: x)
 
 
 def _does_not_clip(patch: pytest.MonkeyPatch) -> None:

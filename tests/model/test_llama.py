@@ -8,7 +8,8 @@ from torch.nn import functional
 
 from tinyllm_ray.config import load, preset_names
 from tinyllm_ray.model.huggingface import to_llama_config, to_transformers
-from tinyllm_ray.model.llama import Llama, initialize, rotary_tables, rotate
+from tinyllm_ray.model.llama import Llama, initialize, rotary_tables
+from tinyllm_ray.model.operations import rotate
 from tinyllm_ray.sections import ModelConfig
 
 SHAPE = ModelConfig(layers=2, width=32, heads=4, ffn=48, context=16, vocab_size=61)

@@ -71,6 +71,17 @@ def test_names_the_part_of_the_forward_pass(trainer: Trainer, tiny_cache: TokenC
     assert line == "update 1: micro-batch 1 of 2: loss nan, first not finite in the output of blocks.1.ffn.gate_up"
 
 
+def test_names_the_head(trainer: Trainer, tiny_cache: TokenCache) -> None:
+    """States of 1e38 are finite, and so is the embedding; their products are not."""
+    with torch.no_grad():
+        trainer.model.norm.weight.fill_(1e38)
+        trainer.model.embedding.weight.mul_(1e3)
+    step_until_stopped(trainer, 0)
+    line = explain_fault(trainer, tiny_cache, 0)
+    assert line.startswith("update 1: micro-batch 1 of 2: loss ")
+    assert line.endswith(", first not finite in the output of the head")
+
+
 def test_names_the_gradient(poisoned: Callable[..., Trainer], tiny_cache: TokenCache) -> None:
     trainer = poisoned("gradient inf", 2)
     step_until_stopped(trainer, 2)

@@ -2,7 +2,7 @@
 
 Pure mappings without files and without transformers. `LlamaForCausalLM` keeps apart what this model fuses: the rows of
 `attention.qkv` are its query, key and value projections one after the other, those of `ffn.gate_up` its gate and up
-projections. Features of a head are paired by the same halves in both (see `llama.rotate`), so no row changes its place.
+projections. Features of a head are paired by the same halves in both (`operations.rotate`): no row changes its place.
 """
 
 from collections.abc import Iterator, Mapping

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tinyllm_ray.model.llama import Llama, RMSNorm, initialize
+from tinyllm_ray.model.llama import Llama, RMSNorm, initialize, over
+from tinyllm_ray.model.operations import TORCH, Operations
 from tinyllm_ray.sections import ModelConfig
 
 
@@ -29,18 +30,12 @@ class PackedLinear(nn.Module):
         return packed_linear(x, self.weight)
 
 
-class PackedRMSNorm(nn.Module):
+class PackedRMSNorm(RMSNorm):
     """Llama's RMSNorm with a scale for each model; weight [N, D]."""
 
-    def __init__(self, models: int, width: int, eps: float) -> None:
-        super().__init__()
+    def __init__(self, models: int, width: int, eps: float, operations: Operations) -> None:
+        super().__init__(width, eps, operations)
         self.weight = nn.Parameter(torch.empty(models, width))
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        models, width = self.weight.shape
-        normed = functional.rms_norm(x, (width,), None, self.eps)
-        return (normed.view(models, -1, width) * self.weight.unsqueeze(1)).view(x.shape)
 
 
 class PackedEmbedding(nn.Module):
@@ -66,15 +61,16 @@ class PackedLlama(nn.Module):
     cos: torch.Tensor
     sin: torch.Tensor
 
-    def __init__(self, config: ModelConfig, models: int) -> None:
+    def __init__(self, config: ModelConfig, models: int, operations: Operations = TORCH) -> None:
         super().__init__()
         with torch.device("meta"):
-            like = Llama(config)
+            like = Llama(config, operations)
         self.config = config
+        self.operations = operations
         self.models = models
         self.embedding = PackedEmbedding(models, config.vocab_size, config.width)
         self.blocks = nn.ModuleList(_pack(block, models) for block in like.blocks)
-        self.norm = PackedRMSNorm(models, config.width, config.norm_eps)
+        self.norm = PackedRMSNorm(models, config.width, config.norm_eps, operations)
         self.register_buffer("cos", torch.empty(like.cos.shape), persistent=False)
         self.register_buffer("sin", torch.empty(like.sin.shape), persistent=False)
 
@@ -85,11 +81,12 @@ class PackedLlama(nn.Module):
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
         """The normalised states [N, R, T, D] that the logits are projections of."""
         cos, sin = self.cos[: tokens.shape[2]], self.sin[: tokens.shape[2]]
-        x = self.embedding(tokens)
+        x, delta = self.operations.residual(self.embedding(tokens)), None
         for block in self.blocks:
-            x = block(x, cos, sin)
-        normed: torch.Tensor = self.norm(x)
-        return normed.view(*tokens.shape, -1)
+            x, delta = self.operations.run(block, x, delta, cos, sin)
+        _, normed = self.norm(x, delta)
+        out: torch.Tensor = normed.view(*tokens.shape, -1)
+        return out
 
     def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Each model's mean cross-entropy [N] in nats a target, in float32 (float64 for float64 models).
@@ -99,13 +96,8 @@ class PackedLlama(nn.Module):
         Logits and loss come model by model: the logits' gradient then exists for one model at a time, 22.5 GiB at most
         instead of 38 (20m, 4 x 32 rows), and compiled code computes it once: 1.84 M targets/s instead of 1.65 (H200).
         """
-        losses = []
-        states, tables = self.hidden(inputs).unbind(), self.embedding.weight.unbind()
-        for x, table, wanted in zip(states, tables, targets.unbind(), strict=True):
-            logits = functional.linear(x, table).flatten(0, 1)
-            wide = logits if logits.dtype == torch.float64 else logits.float()
-            losses.append(functional.cross_entropy(wide, wanted.flatten()))
-        return torch.stack(losses)
+        each = zip(self.hidden(inputs).unbind(), self.embedding.weight.unbind(), targets.unbind(), strict=True)
+        return torch.stack([self.operations.loss(x.flatten(0, 1), table, own.flatten()) for x, table, own in each])
 
     def worker_weights(self, worker: int) -> dict[str, torch.Tensor]:
         """One model's weights under Llama's names: views of this one's."""
@@ -117,14 +109,14 @@ class PackedLlama(nn.Module):
             for name, weight in self.worker_weights(worker).items():
                 weight.copy_(weights[name])
 
-    def workers(self) -> list[Llama]:
-        """The models one by one, in the same memory: what trains either trains both. Gradients are their own."""
-        with torch.device("meta"):
-            solos = [Llama(self.config) for _ in range(self.models)]
-        for worker, solo in enumerate(solos):
-            solo.load_state_dict(self.worker_weights(worker), assign=True)
-            solo.cos, solo.sin = self.cos, self.sin
-        return solos
+    def workers(self, operations: Operations | None = None) -> list[Llama]:
+        """The models one by one, in the same memory: what trains either trains both. Gradients are their own.
+
+        Their operations are the pack's unless others are given.
+        """
+        chosen = operations or self.operations
+        each = (self.worker_weights(worker) for worker in range(self.models))
+        return [over(weights, self.config, self.cos, self.sin, chosen) for weights in each]
 
     def copy_average_to(self, model: Llama) -> None:
         """Fill `model` with the mean of the models' weights, which is what decentralised training evaluates."""
@@ -146,10 +138,10 @@ def deal(rows: torch.Tensor, models: int) -> torch.Tensor:
     return rows.view(-1, models, *rows.shape[1:]).transpose(0, 1)
 
 
-def initialize_packed(config: ModelConfig, seeds: Sequence[int]) -> PackedLlama:
+def initialize_packed(config: ModelConfig, seeds: Sequence[int], operations: Operations = TORCH) -> PackedLlama:
     """One model a seed, each with the weights that `initialize` gives a Llama of that seed. On the CPU."""
     with torch.device("meta"):
-        model = PackedLlama(config, len(seeds))
+        model = PackedLlama(config, len(seeds), operations)
     model.to_empty(device="cpu")
     solos = {seed: initialize(config, seed) for seed in dict.fromkeys(seeds)}
     for worker, seed in enumerate(seeds):
@@ -165,7 +157,7 @@ def _pack(module: nn.Module, models: int) -> nn.Module:
         if isinstance(child, nn.Linear):
             setattr(module, name, PackedLinear(models, child.in_features, child.out_features))
         elif isinstance(child, RMSNorm):
-            setattr(module, name, PackedRMSNorm(models, child.weight.shape[0], child.eps))
+            setattr(module, name, PackedRMSNorm(models, child.weight.shape[0], child.eps, child.operations))
         else:
             _pack(child, models)
     return module

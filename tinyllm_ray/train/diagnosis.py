@@ -1,5 +1,7 @@
 """Why an update went non-finite: its rows once more, eagerly, from the weights that the update's guard kept."""
 
+from dataclasses import replace
+
 import torch
 
 from tinyllm_ray.data.cache import TokenCache
@@ -7,6 +9,8 @@ from tinyllm_ray.data.feed import widen
 from tinyllm_ray.data.loader import RowLoader
 from tinyllm_ray.model.attention import sdpa_backend
 from tinyllm_ray.model.llama import Llama
+from tinyllm_ray.model.operations import TORCH
+from tinyllm_ray.model.packed import PackedLlama
 from tinyllm_ray.train.pack import model_seeds
 from tinyllm_ray.train.trainer import Trainer
 from tinyllm_ray.train.update import build_loss
@@ -33,7 +37,7 @@ def explain_fault(trainer: Trainer, cache: TokenCache | None, update: int, model
 
 def _recompute(trainer: Trainer, cache: TokenCache | None, update: int, number: int) -> str:
     config = trainer.config
-    model = trainer.model if isinstance(trainer.model, Llama) else trainer.model.workers()[number]
+    model = _in_plain_operations(trainer.model, number)
     broken = [name for name, weight in model.named_parameters() if not _finite(weight)]
     if broken:
         return f"its weights are not finite before it: {_some(broken)}"
@@ -48,8 +52,9 @@ def _recompute(trainer: Trainer, cache: TokenCache | None, update: int, number: 
             inputs, targets = rows[:, :-1], rows[:, 1:]
             with _FirstBrokenOutput(model) as first:
                 loss = loss_of(inputs, targets) / config.accumulation
-            if not _finite(loss):
-                return f"{where}: loss {loss.item()}, {first.describe()}"
+                if not _finite(loss):
+                    _show_logits(model, inputs)
+                    return f"{where}: loss {loss.item()}, {first.describe()}"
             gradients = torch.autograd.grad(loss, weights)
             broken = [name for name, gradient in zip(names, gradients, strict=True) if not _finite(gradient)]
             if broken:
@@ -67,6 +72,19 @@ def _recompute(trainer: Trainer, cache: TokenCache | None, update: int, number: 
         f"finite when done again eagerly (loss {total:.6g}, gradient norm {norm.item():.6g}): the fault was the "
         f"execution's ({execution})"
     )
+
+
+def _in_plain_operations(model: Llama | PackedLlama, number: int) -> Llama:
+    """The model, or a pack's model `number`, with PyTorch's operations: a kernel's fault is the execution's."""
+    plain = replace(TORCH, recompute_activations=model.operations.recompute_activations)
+    return model.sharing(plain) if isinstance(model, Llama) else model.workers(plain)[number]
+
+
+def _show_logits(model: Llama, inputs: torch.Tensor) -> None:
+    """As an output of the model: its loss makes them where no module shows them."""
+    kind = inputs.device.type
+    with torch.no_grad(), torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda"):
+        model(inputs)
 
 
 def _rows_of(trainer: Trainer, cache: TokenCache | None, update: int, number: int) -> torch.Tensor:
@@ -109,8 +127,9 @@ class _FirstBrokenOutput:
             return "with finite logits"
         return f"first not finite in the output of {self._first or 'the head'}"
 
-    def _look(self, module: torch.nn.Module, inputs: object, output: torch.Tensor) -> None:
-        if self._first is None and not _finite(output):
+    def _look(self, module: torch.nn.Module, inputs: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+        outputs = (output,) if isinstance(output, torch.Tensor) else output
+        if self._first is None and not all(_finite(one) for one in outputs):
             self._first = self._names[module]
 
 

@@ -9,6 +9,7 @@ from tinyllm_ray.config import Config
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.measure.memory import peak_memory
 from tinyllm_ray.model.llama import Llama, allocate
+from tinyllm_ray.model.operations import TORCH, operations_of
 from tinyllm_ray.model.packed import PackedLlama, initialize_packed
 from tinyllm_ray.records import Memory
 from tinyllm_ray.train.graph_update import build_run
@@ -41,7 +42,7 @@ class Pack:
         self._config, self._device = config, device
         self._alone = [] if packing.mixed else [solo_config(config, worker) for worker in range(packing.models)]
         """What each model is trained as, where none are mixed."""
-        self.model = initialize_packed(config.model, model_seeds(config)).to(device)
+        self.model = initialize_packed(config.model, model_seeds(config), operations_of(config.execution)).to(device)
         settings = [alone.optimizer for alone in self._alone] or [config.optimizer]
         self.optimizer = build_packed_optimizer(self.model.parameters(), *settings)
         self._matrix = MixingSchedule(config, self.model.embedding.weight) if packing.mixed else None
@@ -75,7 +76,7 @@ class Pack:
         The same objects every time, so that what is compiled of them stays so.
         """
         if not self._config.packing.mixed:
-            self._evaluated = self._evaluated or self.model.workers()
+            self._evaluated = self._evaluated or self.model.workers(TORCH)
             return self._evaluated
         if not self._evaluated:
             self._evaluated = [allocate(self._config.model).to(self.model.embedding.weight)]

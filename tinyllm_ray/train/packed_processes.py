@@ -32,6 +32,7 @@ from tinyllm_ray.errors import TinyllmRayError
 from tinyllm_ray.measure.memory import peak_memory
 from tinyllm_ray.model.attention import sdpa_backend
 from tinyllm_ray.model.llama import Llama
+from tinyllm_ray.model.operations import operations_of
 from tinyllm_ray.model.packed import PackedLlama
 from tinyllm_ray.records import Memory
 from tinyllm_ray.train.determinism import determinism
@@ -233,7 +234,7 @@ class _Child:
         if device.type == "cpu":
             keep_freed_memory()
         with torch.device("meta"):
-            model = Llama(config.model)
+            model = Llama(config.model, operations_of(config.execution))
         shapes = [torch.Size((config.packing.models, *weight.shape)) for weight in model.parameters()]
         weights = [place[number] for place in views_of(shared.weights, shapes)]
         names = [name for name, _ in model.named_parameters()]

@@ -20,6 +20,7 @@ from tinyllm_ray.execution import needs_gpu, options_of
 from tinyllm_ray.measure.environment import usable_cores
 from tinyllm_ray.measure.memory import peak_memory
 from tinyllm_ray.model.llama import Llama, initialize
+from tinyllm_ray.model.operations import TORCH, operations_of
 from tinyllm_ray.records import Memory
 from tinyllm_ray.train.determinism import determinism
 from tinyllm_ray.train.graph_update import build_run
@@ -144,10 +145,11 @@ class Solo:
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self._config = config
-        self.model = initialize(config.model, config.training.seed).to(device)
+        self.model = initialize(config.model, config.training.seed, operations_of(config.execution)).to(device)
         self.optimizer = build_optimizer(self.model, config.optimizer, device)
         self._update = Update(self.model, self.optimizer, config)
         self.run = build_run(self._update.run, config, device)
+        self._evaluated: list[Llama] = []
 
     def step(self, batch: torch.Tensor, update: int) -> Statistics:
         """Update `update` (0-based) on rows [R, context + 1] of whole numbers."""
@@ -156,7 +158,8 @@ class Solo:
         return self.run(batch)
 
     def evaluation_models(self) -> list[Llama]:
-        return [self.model]
+        self._evaluated = self._evaluated or [self.model.sharing(TORCH)]
+        return self._evaluated
 
 
 def choose_device(config: Config) -> torch.device:

@@ -1,0 +1,37 @@
+"""Running Triton kernels in tests: on a GPU as they are, elsewhere through Triton's interpreter."""
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@contextmanager
+def runnable(*modules: str) -> Iterator[None]:
+    """Inside, the kernels of `tinyllm_ray.model.kernels`' modules run here.
+
+    Triton decides where a kernel is defined whether it is compiled, so that the modules are loaded once more.
+    """
+    loaded = [importlib.import_module(f"tinyllm_ray.model.kernels.{name}") for name in modules]
+    if DEVICE.type == "cuda":
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        for module in loaded:
+            importlib.reload(module)
+        yield
+    for module in loaded:
+        importlib.reload(module)
+
+
+def gradients(outputs: tuple[torch.Tensor, ...], inputs: list[torch.Tensor], seed: int = 5) -> tuple[torch.Tensor, ...]:
+    """Of a weighted sum of the outputs, whose weights depend on the seed and their place alone."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = [torch.randn(output.shape, generator=generator, dtype=torch.float64) for output in outputs]
+    upstream = [weight.to(output) for weight, output in zip(weights, outputs, strict=True)]
+    return torch.autograd.grad(outputs, inputs, upstream)

@@ -1,0 +1,130 @@
+"""The decoder's parts between its matrix products, as an execution chooses them: PyTorch's own or Triton's.
+
+All compute the same; they differ in how often the activations pass through memory. Triton's modules are imported when
+an execution asks for one: importing Triton takes a second, and a training is to start quickly.
+
+Shapes: B rows, T tokens a row, M = B T, D width, H heads, F features a head, V vocabulary, N models.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from tinyllm_ray.execution import ExecutionConfig
+from tinyllm_ray.model.autocast import autocast_dtype, matmul_dtype
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Operations:
+    """How the parts of a decoder are computed. `TORCH` is the default; equal operations are equal objects."""
+
+    add_norm: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, float], Pair]
+    """(x, delta, scale, eps) to x + delta and its RMSNorm; no delta adds nothing. `scale` is [D], or [N, D] where x
+    holds the rows of N models one after the other."""
+    rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Triple]
+    """(qkv [B, T, 3, H, F], cos, sin [T, F/2]) to query and key, both rotated, and value, each [B, H, T, F]."""
+    swiglu: Callable[[torch.Tensor], torch.Tensor]
+    """[.., 2 ffn], gate before up, to silu(gate) * up, [.., ffn]."""
+    loss: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    """(hidden [M, D], weight [V, D], targets [M]) to the mean cross-entropy of hidden @ weight.T in nats, in float32
+    (float64 for a float64 model)."""
+    residual_dtype: torch.dtype = torch.float32
+    """Of the residual stream under autocast; without autocast it has the embedding's."""
+    recompute_activations: bool = False
+    """Whether a block keeps its inputs alone and is computed again in the backward pass."""
+
+    def residual(self, embedded: torch.Tensor) -> torch.Tensor:
+        """The embedded tokens as the stream's first state."""
+        return embedded if autocast_dtype(embedded) is None else embedded.to(self.residual_dtype)
+
+    def run(self, block: Callable[..., Pair], *inputs: Any) -> Pair:
+        """`block(*inputs)`; equal bits whether or not its activations are computed again.
+
+        No random numbers are drawn in a block, so that their generator's state need not be put back, which a CUDA
+        graph could not capture.
+        """
+        if not self.recompute_activations:
+            return block(*inputs)
+        again: Pair = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return again
+
+
+def add_norm(x: torch.Tensor, delta: torch.Tensor | None, scale: torch.Tensor, eps: float) -> Pair:
+    """PyTorch's own; normalised in the scale's dtype, so that a bfloat16 stream has float32 norms."""
+    if delta is not None:
+        x = x + delta
+    width = scale.shape[-1:]
+    if scale.ndim == 1:
+        return x, functional.rms_norm(x.to(scale.dtype), width, scale, eps)
+    normed = functional.rms_norm(x.to(scale.dtype), width, None, eps)
+    return x, (normed.view(len(scale), -1, *width) * scale.unsqueeze(1)).view(x.shape)
+
+
+def rotate_projection(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Triple:
+    """PyTorch's own; value is a view of the projection."""
+    query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, H, T, F]
+    return rotate(query, cos, sin), rotate(key, cos, sin), value
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary positions on [B, H, T, F]: feature i is paired with i + F/2, as in Hugging Face's Llama."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """PyTorch's own."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def projected_loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """PyTorch's own: all logits at once."""
+    logits = functional.linear(hidden, weight)
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return functional.cross_entropy(wide, targets)
+
+
+def fused_loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Triton's, on operands in the dtype that autocast would multiply them in."""
+    from tinyllm_ray.model.kernels.cross_entropy import linear_cross_entropy
+
+    dtype = matmul_dtype(hidden)
+    loss: torch.Tensor = linear_cross_entropy(hidden.to(dtype), weight.to(dtype), targets)
+    return loss
+
+
+TORCH = Operations(add_norm, rotate_projection, swiglu, projected_loss)
+"""PyTorch's own, eager or as its compiler fuses them: what every kernel is held against."""
+
+
+def operations_of(execution: ExecutionConfig) -> Operations:
+    """The operations that an execution names. Imports Triton where one of them is Triton's."""
+    chosen: dict[str, Callable[..., Any]] = {}
+    if execution.norm_kernel == "triton":
+        from tinyllm_ray.model.kernels.norm import add_norm as norm_kernel
+
+        chosen["add_norm"] = norm_kernel
+    if execution.rotary_kernel == "triton":
+        from tinyllm_ray.model.kernels.rotary import rotate_projection as rotary_kernel
+
+        chosen["rotate"] = rotary_kernel
+    if execution.activation_kernel == "triton":
+        from tinyllm_ray.model.kernels.activation import swiglu as activation_kernel
+
+        chosen["swiglu"] = activation_kernel
+    if execution.loss_kernel == "triton":
+        chosen["loss"] = fused_loss
+    return replace(
+        TORCH,
+        **chosen,
+        residual_dtype=getattr(torch, execution.residual_dtype),
+        recompute_activations=execution.recompute_activations,
+    )
