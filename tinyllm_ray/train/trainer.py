@@ -5,6 +5,7 @@ import math
 import os
 import time
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,6 +26,9 @@ from tinyllm_ray.train.optimizer import build_optimizer
 from tinyllm_ray.train.pack import Pack, model_seeds
 from tinyllm_ray.train.recipe import check_fits, learning_rate
 from tinyllm_ray.train.update import Statistics, Update
+
+if TYPE_CHECKING:
+    from tinyllm_ray.train.flat_update import FlatUpdate
 
 log = logging.getLogger(__name__)
 
@@ -128,8 +132,7 @@ class Solo:
     def __init__(self, config: Config, device: torch.device) -> None:
         self._config = config
         self.model = initialize(config.model, config.training.seed).to(device)
-        self.optimizer = build_optimizer(self.model, config.optimizer, device)
-        self._update = Update(self.model, self.optimizer, config)
+        self.optimizer, self._update = _build_update(self.model, config, device)
 
     def step(self, batch: torch.Tensor, update: int) -> Statistics:
         """Update `update` (0-based) on int64 rows [R, context + 1]."""
@@ -137,6 +140,19 @@ class Solo:
 
     def evaluation_models(self) -> list[Llama]:
         return [self.model]
+
+
+def _build_update(
+    model: Llama, config: Config, device: torch.device
+) -> "tuple[torch.optim.Optimizer, Update | FlatUpdate]":
+    """What trains `model`, whose parameters may be others afterwards."""
+    if config.execution.optimizer_kernel == "triton":
+        from tinyllm_ray.train.flat_update import FlatUpdate  # Triton takes a second to import
+
+        flat = FlatUpdate(model, config)
+        return flat.optimizer, flat
+    optimizer = build_optimizer(model, config.optimizer, device)
+    return optimizer, Update(model, optimizer, config)
 
 
 def choose_device(config: Config) -> torch.device:
