@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import triton.language as tl
 
-from tinyllm_ray.train import flat_kernel, packed_kernel
+tl = pytest.importorskip("triton.language")
+
+from tinyllm_ray.train import flat_kernel, packed_kernel  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

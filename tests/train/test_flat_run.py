@@ -7,10 +7,15 @@ import pytest
 import torch
 from flat_kernels import DEVICE, runnable
 from runs import learned, metrics_of, weights_of
+from safetensors.torch import load_file
 
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache
+from tinyllm_ray.model.huggingface import to_transformers
 from tinyllm_ray.train.__main__ import main
+from tinyllm_ray.train.checkpoints import save_checkpoint
+from tinyllm_ray.train.export import export_run
+from tinyllm_ray.train.trainer import Trainer
 
 MakeConfig = Callable[..., Config]
 
@@ -67,3 +72,17 @@ def test_it_goes_on_under_the_other_optimizer(
     assert found == pytest.approx(expected, rel=1e-6)
     for one, other in zip(weights_of(out, recipe).parameters(), weights_of(unbroken, recipe).parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_what_is_exported_is_what_was_trained(recipe: Config, tiny_cache: TokenCache, tmp_path: Path) -> None:
+    config = recipe.with_execution({"optimizer_kernel": "triton"})
+    with Trainer(config, tiny_cache) as trainer:
+        for _ in range(2):
+            trainer.step()
+        (tmp_path / "run").mkdir()
+        save_checkpoint(tmp_path / "run", 2, trainer.model, trainer.optimizer, {}, config, tiny_cache.identity)
+        expected = to_transformers({name: weight.detach() for name, weight in trainer.model.named_parameters()})
+    export_run(tmp_path / "run", tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
