@@ -52,11 +52,15 @@ class FlatUpdate:
         config = self._config
         with sdpa_backend(config.execution.sdpa_backend):
             for number, rows in enumerate(torch.split(batch, config.micro_batch_size)):
-                if self._replays:
-                    torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-                loss = self._loss(rows[:, :-1], rows[:, 1:])
-                gradients = torch.autograd.grad(loss, self.buffers.twin_weights, self._share)
-                self.optimizer.collect(loss.detach(), gradients, first=number == 0)
+                self._collect(rows, first=number == 0)
         loss, norm = self.optimizer.settle().unbind()
         self.optimizer.step()
         return Statistics(loss, norm)
+
+    def _collect(self, rows: torch.Tensor, *, first: bool) -> None:
+        """A micro-batch; nothing of it is kept, as compile modes that replay CUDA graphs want it before the next."""
+        if self._replays:
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        loss = self._loss(rows[:, :-1], rows[:, 1:])
+        gradients = torch.autograd.grad(loss, self.buffers.twin_weights, self._share)
+        self.optimizer.collect(loss.detach(), gradients, first=first)
