@@ -46,7 +46,7 @@ def loads(text: str) -> set[str]:
 
 @pytest.fixture(autouse=True)
 def _compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    if not isinstance(flat_kernel._flat_update, triton.JITFunction):
+    if not isinstance(flat_kernel.tinyllm_flat_update, triton.JITFunction):
         pytest.skip("Triton interprets kernels in this process")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
@@ -54,7 +54,7 @@ def _compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
 @pytest.mark.parametrize("sums", ["*bf16", "*fp32"])
 def test_collecting_and_updating_read_sixteen_bytes_at_a_time(sums: str) -> None:
     collecting = assembler(
-        flat_kernel._flat_collect,
+        flat_kernel.tinyllm_flat_collect,
         {
             "matrices": ("*bf16",) * 3,
             "scales": ("*fp32",) * 2,
@@ -75,7 +75,7 @@ def test_collecting_and_updating_read_sixteen_bytes_at_a_time(sums: str) -> None
         },
     )
     updating = assembler(
-        flat_kernel._flat_update,
+        flat_kernel.tinyllm_flat_update,
         dict.fromkeys(("masters", "means", "squares", "scale_sums"), "*fp32")
         | {"shadows": "*bf16", "matrix_sums": sums, "figures": "*fp64", "matrix_blocks": "i32"},
         {"BLOCK": BLOCK},
@@ -87,7 +87,7 @@ def test_collecting_and_updating_read_sixteen_bytes_at_a_time(sums: str) -> None
 
 def test_settling_computes_in_float64() -> None:
     text = assembler(
-        flat_kernel._flat_settle,
+        flat_kernel.tinyllm_flat_settle,
         dict.fromkeys(("partials", "total", "settings", "figures"), "*fp64")
         | dict.fromkeys(("rate", "steps", "stopped", "said"), "*fp32")
         | {"blocks": "i32"},

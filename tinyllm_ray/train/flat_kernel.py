@@ -70,7 +70,7 @@ def collect(
     """
     matrices, scales = ([one.contiguous() for one in half] for half in gradients)
     of_matrices, of_scales = places
-    _flat_collect[(of_matrices.blocks + of_scales.blocks,)](
+    tinyllm_flat_collect[(of_matrices.blocks + of_scales.blocks,)](
         tuple(matrices), tuple(scales), *sums, partials, loss, total, int(add),
         MATRIX_FIRST=of_matrices.first, MATRIX_LENGTH=of_matrices.length, MATRIX_BLOCKS=of_matrices.blocks,
         SCALE_FIRST=of_scales.first, SCALE_LENGTH=of_scales.length, BLOCK=BLOCK, num_warps=_WARPS,
@@ -97,7 +97,7 @@ def settle(
     """
     blocks = len(partials)
     width = min(4096, triton.next_power_of_2(blocks))
-    _flat_settle[(1,)](
+    tinyllm_flat_settle[(1,)](
         partials, total, settings, rate, steps, stopped, figures, said, blocks, WIDTH=width, num_warps=_WARPS
     )  # fmt: skip
 
@@ -116,7 +116,7 @@ def update(
     4.3 TB/s.
     """
     matrix_blocks = len(shadows) // BLOCK
-    _flat_update[(len(masters) // BLOCK,)](
+    tinyllm_flat_update[(len(masters) // BLOCK,)](
         masters, means, squares, shadows, *sums, figures, matrix_blocks, BLOCK=BLOCK, num_warps=_WARPS
     )  # fmt: skip
 
@@ -145,7 +145,7 @@ def _gather(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["add"])  # type: ignore[untyped-decorator]
-def _flat_collect(  # type: ignore[no-untyped-def]
+def tinyllm_flat_collect(  # type: ignore[no-untyped-def]
     matrices, scales, matrix_sums, scale_sums, partials, loss, total, add,
     MATRIX_FIRST: tl.constexpr, MATRIX_LENGTH: tl.constexpr, MATRIX_BLOCKS: tl.constexpr,
     SCALE_FIRST: tl.constexpr, SCALE_LENGTH: tl.constexpr, BLOCK: tl.constexpr,
@@ -162,7 +162,7 @@ def _flat_collect(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _flat_settle(  # type: ignore[no-untyped-def]
+def tinyllm_flat_settle(  # type: ignore[no-untyped-def]
     partials, total, settings, rate, steps, stopped, figures, said, blocks, WIDTH: tl.constexpr
 ):  # fmt: skip
     at = tl.arange(0, WIDTH)
@@ -195,7 +195,7 @@ def _flat_settle(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _flat_update(  # type: ignore[no-untyped-def]
+def tinyllm_flat_update(  # type: ignore[no-untyped-def]
     masters, means, squares, shadows, matrix_sums, scale_sums, figures, matrix_blocks, BLOCK: tl.constexpr
 ):  # fmt: skip
     if tl.load(figures + 7) == 0:  # else every bit stays
