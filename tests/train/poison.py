@@ -1,6 +1,8 @@
 """A model that one row of tokens harms, in a way that the test chooses, and what an update must do about it."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -83,10 +85,16 @@ def state_of(model: Llama, optimizer: torch.optim.Optimizer) -> Weights:
 
 
 def check_guard(
-    config: Config, harm: str, at: int = 1, row: int = 7, updates: int = 4, device: torch.device = CPU
+    config: Config,
+    harm: str,
+    at: int = 1,
+    row: int = 7,
+    updates: int = 4,
+    device: torch.device = CPU,
+    build: Callable[..., Any] = build_poisoned,
 ) -> None:
     """Poison `row` of the update after `at` updates, and see that nothing has changed since, whatever came later."""
-    model, optimizer, update = build_poisoned(config, harm, at, row, device)
+    model, optimizer, update = build(config, harm, at, row, device)
     states, said = [], []
     for number in range(updates):
         states.append(state_of(model, optimizer))

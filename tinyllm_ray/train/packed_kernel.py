@@ -40,6 +40,14 @@ def _add(one, other):  # type: ignore[no-untyped-def]
     return one + other  # tl.sum would do; the interpreter runs this module's functions alone
 
 
+@triton.jit
+def adamw(x, g, m, v, keep, fresh1, fresh2, size, root, eps):  # type: ignore[no-untyped-def]
+    """Weight and moments after a step on the gradient `g`, by `packed_optimizer`'s scales."""
+    m += fresh1 * (g - m)
+    v += fresh2 * (g * g - v)
+    return x * keep - size * (m / (tl.sqrt(v) / root + eps)), m, v
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _update_columns(  # type: ignore[no-untyped-def]
     weight, gradient, mean, square, scales, matrix, columns,
@@ -68,9 +76,7 @@ def _update_columns(  # type: ignore[no-untyped-def]
     eps = tl.load(scales + 6 * MODELS + model, mask=real, other=1.0)[:, None]
     stopped = tl.load(scales + 7 * MODELS + model, mask=real, other=1.0)[:, None]
     g = tl.where(stopped > 0, 0.0, g * scale)
-    m += fresh1 * (g - m)
-    v += fresh2 * (g * g - v)
-    x = x * keep - size * (m / (tl.sqrt(v) / root + eps))
+    x, m, v = adamw(x, g, m, v, keep, fresh1, fresh2, size, root, eps)
     if SCHEME == 2:
         x = tl.reduce(shares[:, :, None] * x[None, :, :], 1, _add)
     tl.debug_barrier()  # every thread has read its weights before any is overwritten

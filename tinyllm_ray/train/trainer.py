@@ -5,6 +5,7 @@ import math
 import os
 import time
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,6 +30,9 @@ from tinyllm_ray.train.optimizer import build_optimizer
 from tinyllm_ray.train.pack import Pack, model_seeds
 from tinyllm_ray.train.recipe import check_fits, learning_rate
 from tinyllm_ray.train.update import Statistics, Update, check_batch
+
+if TYPE_CHECKING:
+    from tinyllm_ray.train.flat_update import FlatUpdate
 
 log = logging.getLogger(__name__)
 
@@ -146,8 +150,7 @@ class Solo:
     def __init__(self, config: Config, device: torch.device) -> None:
         self._config = config
         self.model = initialize(config.model, config.training.seed, operations_of(config.execution)).to(device)
-        self.optimizer = build_optimizer(self.model, config.optimizer, device)
-        self._update = Update(self.model, self.optimizer, config)
+        self.optimizer, self._update = _build_update(self.model, config, device)
         self.run = build_run(self._update.run, config, device)
         self._evaluated: list[Llama] = []
 
@@ -160,6 +163,19 @@ class Solo:
     def evaluation_models(self) -> list[Llama]:
         self._evaluated = self._evaluated or [self.model.sharing(TORCH)]
         return self._evaluated
+
+
+def _build_update(
+    model: Llama, config: Config, device: torch.device
+) -> "tuple[torch.optim.Optimizer, Update | FlatUpdate]":
+    """What trains `model`, whose parameters may be others afterwards."""
+    if config.execution.optimizer_kernel == "triton":
+        from tinyllm_ray.train.flat_update import FlatUpdate  # Triton takes a second to import
+
+        flat = FlatUpdate(model, config)
+        return flat.optimizer, flat
+    optimizer = build_optimizer(model, config.optimizer, device)
+    return optimizer, Update(model, optimizer, config)
 
 
 def choose_device(config: Config) -> torch.device:
