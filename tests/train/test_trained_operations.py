@@ -33,7 +33,6 @@ def test_a_training_with_every_kernel_of_the_decoder_learns_the_same(
 ) -> None:
     kernels = {"norm_kernel": "triton", "rotary_kernel": "triton", "activation_kernel": "triton"}
     model = {"layers": 1, "width": 8, "heads": 2, "ffn": 6, "context": 8}
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # which lets a CPU have them
     losses = []
     with runnable("norm", "rotary", "activation"):
         for execution in (kernels, {}):

@@ -96,9 +96,9 @@ def _add_norm_backward(
     partial = inverse.new_empty(models, stripes, width)
     tinyllm_norm_backward[(models * stripes,)](
         dnormed, total if dtotal is None else dtotal.contiguous(), total, scale, inverse, dx, ddelta, partial,
-        rows, stripe, stripes,
-        WIDTH=width, ROWS=tile[0], PADDED=tile[1], CARRIES=dtotal is not None, CASTS=ddelta.numel() > 0,
-        WIDE=_wide(total), num_warps=_warps(tile),
+        rows, stripes,
+        STEPS=stripe // tile[0], WIDTH=width, ROWS=tile[0], PADDED=tile[1],
+        CARRIES=dtotal is not None, CASTS=ddelta.numel() > 0, WIDE=_wide(total), num_warps=_warps(tile),
     )  # fmt: skip
     return dx, ddelta, partial.sum(1).view(scale.shape).to(scale.dtype)
 
@@ -203,21 +203,21 @@ def tinyllm_norm_forward(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def tinyllm_norm_backward(  # type: ignore[no-untyped-def]
-    dnormed, dtotal, total, scale, inverse, dx, ddelta, partial, rows, stripe, stripes,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr,
+    dnormed, dtotal, total, scale, inverse, dx, ddelta, partial, rows, stripes,
+    STEPS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr,
     CARRIES: tl.constexpr, CASTS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """A program has `stripe` rows of one model, ROWS at a time, and one row of `partial`.
+    """A program has STEPS times ROWS rows of one model, and one row of `partial`.
 
     With u = x/rms and g = scale * dnormed: dx = (g - u mean(g u))/rms + dtotal, dscale = sum over rows of dnormed * u.
     """
     model = tl.program_id(0) // stripes
-    first = tl.program_id(0) % stripes * stripe
+    first = tl.program_id(0) % stripes * (STEPS * ROWS)
     column = tl.arange(0, PADDED)
     factor = tl.load(scale + model * WIDTH + column, mask=column < WIDTH, other=0.0).to(WIDE)
     sums = tl.full((ROWS, PADDED), 0.0, WIDE)
-    for step in range(0, stripe, ROWS):
-        row = first + step + tl.arange(0, ROWS)
+    for step in range(STEPS):
+        row = first + step * ROWS + tl.arange(0, ROWS)
         real, inside = row < rows, (row < rows)[:, None] & (column < WIDTH)[None, :]
         row = model.to(tl.int64) * rows + row
         at = row[:, None] * WIDTH + column[None, :]
