@@ -11,7 +11,8 @@ from flat_models import ODD, Flat, drawn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tinyllm_ray.config import Config
-from tinyllm_ray.model.llama import initialize
+from tinyllm_ray.model.llama import Llama, initialize
+from tinyllm_ray.train.optimizer import build_optimizer, clip_gradients, set_learning_rate
 from tinyllm_ray.train.weights import save_weights
 
 MakeConfig = Callable[..., Config]
@@ -34,6 +35,14 @@ class Casts(TorchDispatchMode):
         if function is torch.ops.aten._to_copy.default:
             self.shapes.append(arguments[0].shape)
         return function(*arguments, **(keywords or {}))
+
+
+def gradients_in_bf16(model: Llama, seed: int) -> tuple[float, list[torch.Tensor]]:
+    """Loss and gradients of a micro-batch under autocast."""
+    rows = torch.randint(61, (4, 17), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        loss = model.loss(rows[:, :-1], rows[:, 1:])
+    return loss.item(), list(torch.autograd.grad(loss, list(model.parameters())))
 
 
 def casts_of_matrices(flat: Flat, model: Any) -> int:
@@ -119,3 +128,22 @@ class TestBuffers:
         flat = Flat(tiny(), compute=torch.bfloat16)
         assert casts_of_matrices(flat, flat.buffers.twin) == 0
         assert casts_of_matrices(flat, flat.model) > 0
+
+    def test_a_bf16_twin_learns_what_the_model_learns_under_autocast(self, tiny: MakeConfig) -> None:
+        config = tiny()
+        flat, other = Flat(config, compute=torch.bfloat16), initialize(config.model, 0).to(DEVICE)
+        optimizer = build_optimizer(other, config.optimizer, DEVICE)
+        set_learning_rate(optimizer, 0.003)
+        losses = []
+        for update in range(12):
+            loss, gradients = gradients_in_bf16(flat.buffers.twin, update % 2)
+            names = [name for name, _ in flat.buffers.twin.named_parameters()]
+            flat.step([dict(zip(names, gradients, strict=True))], rate=0.003)
+            expected, gradients = gradients_in_bf16(other, update % 2)
+            for weight, gradient in zip(other.parameters(), gradients, strict=True):
+                weight.grad = gradient
+            clip_gradients(other.parameters(), config.optimizer.gradient_clip)
+            optimizer.step()
+            losses.append(loss)
+            assert loss == pytest.approx(expected, rel=5e-3), f"update {update}"
+        assert losses[-1] < 0.95 * losses[0]

@@ -144,7 +144,7 @@ def _gather(  # type: ignore[no-untyped-def]
     tl.store(partials + block, tl.sum((gradient * gradient).to(tl.float64), 0))
 
 
-@triton.jit(do_not_specialize=["add"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["add", "loss"])  # type: ignore[untyped-decorator]
 def tinyllm_flat_collect(  # type: ignore[no-untyped-def]
     matrices, scales, matrix_sums, scale_sums, partials, loss, total, add,
     MATRIX_FIRST: tl.constexpr, MATRIX_LENGTH: tl.constexpr, MATRIX_BLOCKS: tl.constexpr,
