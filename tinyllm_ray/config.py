@@ -86,12 +86,7 @@ class Config(Section):
                 f"execution.optimizer_kernel triton is for one model, and packing.models is {models}; take torch: "
                 "packed models have a kernel of their own"
             )
-        if execution.update == "graph" and execution.packed_backward == "processes":
-            raise ValueError(
-                "execution.update graph captures one process, and packed_backward processes has several; "
-                "take update compiled, or packed_backward at_once or one_by_one"
-            )
-        if self.packing.models > 1 and (self.execution.update, self.packed_backward) == ("graph", "processes"):
+        if (execution.update, self.packed_backward) == ("graph", "processes"):
             raise ValueError(
                 "execution.update graph captures an update within one process; with packed_backward processes take "
                 "update eager or compiled, or take packed_backward at_once or one_by_one"

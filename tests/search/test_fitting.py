@@ -150,7 +150,7 @@ def test_processes_are_captured_by_no_graph() -> None:
         (one["update"], one["packed_backward"]) for one in fit_space(asked, pack(True, 2, 8), "cuda", 4).executions()
     }
     assert found == {("compiled", None), ("graph", None), ("compiled", "processes")}
-    with pytest.raises(ConfigError, match="update graph captures one process"):
+    with pytest.raises(ConfigError, match="update graph captures an update within one process"):
         pack(True, 2, 8).with_execution({"update": "graph", "packed_backward": "processes"})
 
 
