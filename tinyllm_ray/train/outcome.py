@@ -55,6 +55,8 @@ def judge(candidate: RunningCandidate, event: Mapping[str, Any]) -> tuple[Fate, 
         return Fate.FAILED, f"the process {_exit_words(event['status'])} during {candidate.stage}"
     if any(window.loss is None or window.grad_norm is None for window in candidate.windows):
         return Fate.INVALID, "the loss or the gradient norm is not finite"
+    if reason := candidate.result.get("dominated"):
+        return Fate.DOMINATED, reason
     return Fate.COMPLETE, None
 
 

@@ -18,7 +18,9 @@ from tinyllm_ray.clock import Clock
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import open_cache
 from tinyllm_ray.measure.environment import devices
+from tinyllm_ray.measure.gpu_sensors import open_sensors
 from tinyllm_ray.measure.memory import peak_memory
+from tinyllm_ray.measure.need import Bar
 from tinyllm_ray.measure.windows import measure
 from tinyllm_ray.records import Protocol
 from tinyllm_ray.train.trainer import Trainer
@@ -44,6 +46,8 @@ class TrialRequest(BaseModel):
     """Path of the candidate's configuration file, relative to the study's folder."""
     limit_seconds: float
     """Seconds from the request after which the process is ended."""
+    bar: Bar = Bar()
+    """What an adaptive protocol stops the candidate for."""
 
 
 def run_trial(request: TrialRequest, emit: Emit, begin: float, clock: Clock = time.perf_counter) -> None:
@@ -81,14 +85,17 @@ def _measure_candidate(request: TrialRequest, emit: Emit, begin: float, clock: C
         def window(seen: Any) -> None:
             emit({"event": "window", "window": seen.model_dump(mode="json")})
 
-        found = measure(trainer, request.protocol, window, first_update, warm, clock)
+        seen_devices = devices()
+        sensors = open_sensors(seen_devices[0].identifier)
+        found = measure(trainer, request.protocol, window, first_update, warm, clock, bar=request.bar, sensors=sensors)
         emit(
             {
                 "event": "result",
                 "seconds_per_update": found.seconds_per_update,
                 "targets_per_second": found.targets_per_second,
                 "memory": peak_memory(trainer.device).model_dump(mode="json"),
-                "devices": [device.model_dump(mode="json") for device in devices()],
+                "dominated": found.dominated,
+                "devices": [device.model_dump(mode="json") for device in seen_devices],
                 "threads": trainer.threads,
             }
         )
