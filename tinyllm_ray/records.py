@@ -210,6 +210,10 @@ class Proof(_Record):
     trajectory: list[TrajectoryPoint] = []
 
 
+Purpose = Literal["search", "control", "verification"]
+"""search: to find out how fast a candidate is; control: how fast its device is; verification: the final verdict."""
+
+
 class TrialRecord(_Record):
     """The whole truth about one trial."""
 
@@ -217,6 +221,10 @@ class TrialRecord(_Record):
     study: str
     candidate: str
     kind: Literal["measurement", "training"]
+    purpose: Purpose = "search"
+    """What a measurement was made for."""
+    round: int | None = None
+    """Of a verification: the round it belongs to, counted from 0."""
     fate: Fate
     reason: str | None = None
     """Why the fate is what it is, for people; None where complete."""

@@ -54,9 +54,11 @@ def throughput_bounds(
 
 def window_error(rates: Sequence[float]) -> float:
     """Standard error of the log of the windows' median, as a measure of this process alone."""
-    own = statistics.variance(map(math.log, rates)) if len(rates) > 1 else 0.0
+    logs = [math.log(rate) for rate in rates]
+    mean = statistics.fmean(logs)
+    squares = sum((log - mean) ** 2 for log in logs)
     degrees = WINDOW_SPREAD_DEGREES + len(rates) - 1
-    variance = (WINDOW_SPREAD_DEGREES * WINDOW_SPREAD**2 + (len(rates) - 1) * own) / degrees
+    variance = (WINDOW_SPREAD_DEGREES * WINDOW_SPREAD**2 + squares) / degrees
     # Of one or two windows the median is the mean.
     cost = _MEDIAN_COST if len(rates) > 2 else 1.0
     return math.sqrt(cost * variance / len(rates))

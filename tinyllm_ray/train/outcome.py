@@ -79,6 +79,8 @@ def build_record(
         study=request["study"],
         candidate=request["candidate"],
         kind="measurement",
+        purpose=request.get("purpose", "search"),
+        round=request.get("round"),
         fate=fate,
         reason=reason,
         recipe_identity=config.recipe_identity,

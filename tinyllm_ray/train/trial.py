@@ -22,7 +22,7 @@ from tinyllm_ray.measure.gpu_sensors import open_sensors
 from tinyllm_ray.measure.memory import peak_memory
 from tinyllm_ray.measure.need import Bar
 from tinyllm_ray.measure.windows import measure
-from tinyllm_ray.records import Protocol
+from tinyllm_ray.records import Protocol, Purpose
 from tinyllm_ray.train.trainer import Trainer
 
 Emit = Callable[[dict[str, Any]], None]
@@ -46,6 +46,9 @@ class TrialRequest(BaseModel):
     """Path of the candidate's configuration file, relative to the study's folder."""
     limit_seconds: float
     """Seconds from the request after which the process is ended."""
+    purpose: Purpose = "search"
+    round: int | None = None
+    """Of a verification."""
     bar: Bar = Bar()
     """What an adaptive protocol stops the candidate for."""
 
