@@ -162,6 +162,14 @@ def test_throttled_windows_are_named_and_unknown_is_not_none_of_them() -> None:
     assert a_record().throttled_windows is None
 
 
+def test_a_protocol_says_how_long_its_windows_take_at_most() -> None:
+    assert Protocol().longest_seconds(0.02) == pytest.approx(6.0)
+    adaptive = Protocol(version="adaptive")
+    assert adaptive.longest_seconds(0.1) == pytest.approx(12 * 0.6)
+    assert adaptive.longest_seconds(4.0) == pytest.approx(12 * 4.5)
+    assert 60 <= Protocol(version="adaptive", least_seconds=60).longest_seconds(0.1) <= 61
+
+
 def test_a_study_without_a_file_has_no_records(tmp_path: Path) -> None:
     assert read_records(tmp_path / "trials.jsonl") == []
 

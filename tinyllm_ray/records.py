@@ -57,6 +57,14 @@ class Protocol(_Record):
     least_seconds: Number = Field(default=0.0, ge=0)
     """Adaptive only: windows go on until they last this long together, as under the load of a training."""
 
+    def longest_seconds(self, seconds_per_update: float) -> float:
+        """Seconds of windows that a candidate with such updates takes at most, for planning."""
+        if self.version == 2:
+            return self.windows * self.updates_per_window * seconds_per_update
+        # A window ends with the update that fills it.
+        window = self.window_seconds + seconds_per_update
+        return max(max(self.windows, self.most_windows) * window, self.least_seconds + window)
+
 
 class GpuState(_Record):
     """What a GPU's sensors said at a window's end; None, here and in each field, where there is none that tells."""

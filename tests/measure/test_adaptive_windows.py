@@ -90,6 +90,15 @@ class TestWindows:
         assert 60 <= sum(window.seconds for window in found.windows) < 61.1
         assert len(found.windows) in {59, 60}
 
+    @settings(max_examples=50)
+    @given(st.floats(0.001, 5), st.none() | st.floats(50, 5000), st.sampled_from([0.0, 3.0, 20.0]))
+    def test_windows_take_no_longer_than_the_protocol_says(
+        self, seconds: float, beat: float | None, least: float
+    ) -> None:
+        protocol = Protocol(version="adaptive", least_seconds=least)
+        found = Device(lambda update: seconds).measure(protocol, beat)
+        assert sum(window.seconds for window in found.windows) <= protocol.longest_seconds(seconds) + 1e-6
+
     def test_by_count_nothing_is_decided(self) -> None:
         found = Device(lambda update: 0.02).measure(Protocol(), beat=1e9)
         assert [window.updates for window in found.windows] == [100] * 3
