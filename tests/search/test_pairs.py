@@ -71,6 +71,12 @@ def test_three_pairs_tell_two_percent_and_what_they_cannot_tell_stays_open() -> 
     assert judge(pairs(0.03, -0.05, 0.08)).outcome == "open"
 
 
+def test_each_of_several_verdicts_needs_more_than_a_single_one() -> None:
+    close = pairs(-0.0105, -0.011, -0.0115)
+    assert judge(close, comparisons=1).outcome == "slower"
+    assert judge(close, comparisons=3).outcome == "open"
+
+
 def test_equal_ones_become_a_tie_once_the_interval_is_narrow() -> None:
     logs = [0.004, -0.004, 0.005, -0.004, 0.003, -0.002, 0.001, -0.002]
     outcomes = [judge(pairs(*logs[:count])).outcome for count in range(1, 9)]

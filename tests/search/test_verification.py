@@ -10,8 +10,9 @@ from noisy_device import START_SECONDS, NoisyDevice, Told, a_record, predict, ve
 from tinyllm_ray.records import Fate, Memory, Protocol, Seconds, TrialRecord
 from tinyllm_ray.search.finalists import choose_finalists, reserve_seconds
 from tinyllm_ray.search.noise import Spread, learned_spread
-from tinyllm_ray.search.pairs import CAUTIOUS_SPREAD, MOST_PAIRS
+from tinyllm_ray.search.pairs import CAUTIOUS_SPREAD, MOST_PAIRS, Pair, Side
 from tinyllm_ray.search.verification import Done, Run, Verification
+from tinyllm_ray.search.verified import Evidence, conclude
 
 QUIET = {"process_spread": 0.0005, "half_range": 0.0005, "outliers": 0.0, "drift_per_hour": 0.0}
 
@@ -257,6 +258,30 @@ class TestSelection:
         assert told.outcome.selected.execution_identity == "A"
         assert told.outcome.speedup is None
         assert "nothing is shown to be faster" in told.outcome.reason
+
+    def test_one_that_is_shown_to_be_slower_than_the_baseline_is_not_taken_for_its_start(self) -> None:
+        """It ties with the fastest only because that one is noisy."""
+        logs = {"A": [0.0] * 4, "B": [-0.015] * 4, "C": [0.03, -0.03, 0.04, -0.02]}
+        times = {"A": 20.0, "B": 1.0, "C": 20.0}
+        members = {
+            name: a_record(name, seconds=Seconds(start=1.0, compile=times[name]), targets_per_second=1.0)
+            for name in logs
+        }
+
+        def side(log: float) -> Side:
+            return Side(1e6 * math.exp(log), 0.001)
+
+        def pairs(one: str, other: str) -> list[Pair]:
+            return [Pair(side(mine), side(its)) for mine, its in zip(logs[one], logs[other], strict=True)]
+
+        for record in members.values():
+            record.__dict__["execution"] = {"micro_batch_size": record.execution_identity}
+        evidence = Evidence("A", members, pairs, lambda name: None, list(members.values()), 2, CAUTIOUS_SPREAD)
+        outcome = conclude(evidence)
+        assert outcome is not None
+        assert outcome.verdicts["B"].outcome == "slower"
+        assert {record.execution_identity for record in outcome.ties} >= {"B"}
+        assert outcome.selected.execution_identity != "B"
 
     def test_finalists_are_those_near_the_fastest_and_the_one_that_starts_soonest(self) -> None:
         device = quiet(process_spread=0.0, half_range=0.0)
