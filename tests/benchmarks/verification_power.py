@@ -43,11 +43,11 @@ def fixed(process_spread: float, half_range: float) -> Noise:
     return lambda seed: NoisyDevice(process_spread, half_range, seed=seed)
 
 
-def figures(noise: Noise, studies: int, repeats: int = 0) -> dict[str, float]:
+def figures(noise: Noise, studies: int, repeats: int = 0, budget: float = math.inf) -> dict[str, float]:
     """Shares of studies that are right, by what was planted."""
     row: dict[str, float] = {}
     for planted in PLANTED:
-        told = [_study(noise, seed + int(1e6 * planted), planted, repeats) for seed in range(studies)]
+        told = [_study(noise, seed + int(1e6 * planted), planted, repeats, budget) for seed in range(studies)]
         verdicts = [one.outcome.verdicts["candidate"] for one in told]
         covered = sum(verdict.low <= 1 - planted <= verdict.high for verdict in verdicts) / studies
         share = sum(verdict.outcome == "slower" if planted else verdict.differs for verdict in verdicts) / studies
@@ -61,14 +61,14 @@ def figures(noise: Noise, studies: int, repeats: int = 0) -> dict[str, float]:
     return row
 
 
-def _study(noise: Noise, seed: int, planted: float, repeats: int) -> Told:
+def _study(noise: Noise, seed: int, planted: float, repeats: int, budget: float) -> Told:
     device = noise(seed)
     spread = CAUTIOUS_SPREAD
     if repeats:
         levels = random.Random(-seed - 1)
         control = [math.exp(levels.gauss(0, device.process_spread)) for _ in range(repeats)]
         spread = learned_spread([control], CAUTIOUS_SPREAD)
-    return verify(device, {"baseline": 0.0, "candidate": math.log1p(-planted)}, spread=spread)
+    return verify(device, {"baseline": 0.0, "candidate": math.log1p(-planted)}, budget, spread)
 
 
 def equal_finalists(noise: Noise, studies: int) -> dict[str, float]:
@@ -97,6 +97,8 @@ def main() -> None:
             options.out.write_text(json.dumps(result, indent=1) + "\n")
 
     note(noise="recorded", **figures(recorded, 2 * options.studies), **equal_finalists(recorded, options.studies))
+    for budget in (190.0, 300.0):
+        note(noise="recorded", budget_seconds=budget, **figures(recorded, 2 * options.studies, budget=budget))
     for process_spread in (0.001, 0.0025, 0.0035, 0.005, 0.0065, 0.008, 0.01):
         for half_range in HALF_RANGES:
             noise = fixed(process_spread, half_range)

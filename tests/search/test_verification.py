@@ -159,6 +159,20 @@ class TestTime:
         assert list(told.verification.withdrawn) == ["D"]
         assert {verdict.pairs for verdict in told.outcome.verdicts.values()} == {3}
 
+    @pytest.mark.parametrize("budget", [75.0, 120.0, 200.0, 320.0])
+    def test_with_little_time_noisy_windows_are_fewer_rather_than_pairs(self, budget: float) -> None:
+        device = quiet(half_range=0.016)
+        phase = Phase({"A": 0.0, "B": 0.05}, device)
+        begin = device.now
+        runs: list[Run] = []
+        while not isinstance(run := phase.verification.ask(begin + budget - device.now), Done):
+            runs.append(run)
+            phase.verification.tell(phase.answer(run))
+        assert device.now - begin <= budget
+        assert len(runs) >= 6
+        assert len({run.protocol for run in runs[:2]}) == 1, "both sides of a pair are measured alike"
+        assert (runs[0].protocol.version == 2) == (budget < 100)
+
     def test_with_time_for_one_pair_only_the_ratio_stays_open(self) -> None:
         told = verify(quiet(), {"A": 0.0, "B": 0.05}, budget_seconds=2.5 * predict({}, Protocol()))
         verdict = told.outcome.verdicts["B"]

@@ -9,8 +9,8 @@ from tinyllm_ray.records import Protocol
 
 STEADY_UPDATES = 3
 """After the first update at least so many follow before a window: the second may compile a graph for gradients that
-exist already, CUDA graphs of `reduce-overhead` warm up in the first and are recorded in the second, and the third is
-the first that runs like all others."""
+exist already, CUDA graphs of `reduce-overhead` warm up in the first and are recorded in the second, a graph of the
+whole update is captured in the fourth of all. One that differs from those after it keeps the warm-up going."""
 STEADY_SHARE = 0.05
 """Updates within this of each other are steady; a compilation or a recording takes ten times an update or more."""
 ROUGH_SHARE = 0.25

@@ -6,20 +6,23 @@ baseline run under a minute's load, and while a comparison is open more rounds f
 study reports comes from here alone: the search's own figures chose the winner, and favour it.
 """
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from tinyllm_ray.measure.bounds import window_error
 from tinyllm_ray.records import Fate, Protocol, TrialRecord
 from tinyllm_ray.search.finalists import SUSTAINED_SECONDS, Predict, first_complete
 from tinyllm_ray.search.noise import Spread, device_name
-from tinyllm_ray.search.pairs import CAUTIOUS_SPREAD, LEAST_PAIRS, MOST_PAIRS, Pair, Side
+from tinyllm_ray.search.pairs import CAUTIOUS_SPREAD, LEAST_PAIRS, MOST_PAIRS, Pair
+from tinyllm_ray.search.rounds import Round, noise_of, side_of, whole_rounds
 from tinyllm_ray.search.verdict import rate
 from tinyllm_ray.search.verified import Evidence, Verified, conclude
 
 WINDOW_SHARE = 0.7
 """Windows noisier than processes are measured until their error is this share of the spread between processes."""
+
+_SHORTENINGS = 8
+"""Of windows until they fit: what a prediction adds in proportion to them takes a few steps."""
 
 MOST_FAILURES = 2
 """A process that fails is tried once more: what ran in the search may be lost to a node, but not twice."""
@@ -45,19 +48,6 @@ class Done:
 
     reason: str
     budget_exhausted: bool = False
-
-
-@dataclass
-class _Round:
-    number: int
-    order: list[str]
-    protocol: Protocol
-    sides: dict[str, Side] = field(default_factory=dict)
-    """By execution identity, of those that have been measured."""
-
-    @property
-    def sustained(self) -> bool:
-        return self.protocol.least_seconds >= SUSTAINED_SECONDS
 
 
 class Verification:
@@ -91,7 +81,9 @@ class Verification:
         self._failures: dict[str, int] = {}
         self._device: str | None = None
         self._running: Run | None = None
-        self._rounds = _whole_rounds(records, self._known)
+        self._noise = {name: noise_of(record) for name, record in self._known.items()}
+        """By execution identity, of each of its processes: the windows' error, and their seconds in all."""
+        self._rounds = whole_rounds(records, self._known)
         self._next_number = 1 + max((record.round for record in records if record.round is not None), default=-1)
 
     def ask(self, remaining_seconds: float) -> Run | Done:
@@ -130,7 +122,8 @@ class Verification:
             problem = f"it ran on {device} and the others on {self._device}"
         if problem is None:
             self._device = device
-            self._rounds[-1].sides[name] = _side(record)
+            self._rounds[-1].sides[name] = side_of(record)
+            self._noise[name] += noise_of(record)
             return
         self._failures[name] = self._failures.get(name, 0) + 1
         if self._failures[name] >= MOST_FAILURES:
@@ -164,7 +157,7 @@ class Verification:
             )
         )
 
-    def _plan(self, remaining: float) -> _Round | Done:
+    def _plan(self, remaining: float) -> Round | Done:
         """The next round."""
         short = [one for one in self._rounds if not one.sustained]
         if len(short) < LEAST_PAIRS:
@@ -183,35 +176,40 @@ class Verification:
             return Done("every comparison is decided")
         if len(self._rounds) >= MOST_PAIRS:
             return Done(f"{len(self._rounds)} rounds are enough: what is open is a tie")
-        return self._affordable([self.baseline, *open_ones], remaining)
+        return self._later_round([self.baseline, *open_ones], remaining)
 
-    def _early_round(self, done: int, remaining: float) -> _Round | Done:
+    def _early_round(self, done: int, remaining: float) -> Round | Done:
         """One of the first three, without the finalists for whom the time left would not do for all three."""
-        while True:
-            members = self.members()
-            seconds = self._round_seconds(members, self._protocol_for(members)) * (LEAST_PAIRS - done)
-            if len(members) <= 2 or seconds <= remaining:
-                break
+        left = LEAST_PAIRS - done
+        while len(members := self.members()) > 2 and self._fitting(members, left, remaining) is None:
             self.withdrawn[members[-1]] = "no time to verify it"
-        return self._affordable(members, remaining) if len(members) > 1 else Done("no finalist is left")
+        if len(members) < 2:
+            return Done("no finalist is left")
+        load = self._round_seconds(members[:2], self._under_load(SUSTAINED_SECONDS))
+        for rounds, seconds in ((left, remaining - load), (left, remaining), (1, remaining)):
+            protocol = self._fitting(members, rounds, seconds)
+            if protocol is not None:
+                return self._round(members, protocol)
+        return self._too_long(members)
 
-    def _affordable(self, members: Iterable[str], remaining: float) -> _Round | Done:
+    def _later_round(self, members: Iterable[str], remaining: float) -> Round | Done:
         names = [name for name in dict.fromkeys(members) if name not in self.withdrawn]
-        protocol = self._protocol_for(names)
-        seconds = self._round_seconds(names, protocol)
-        if seconds > remaining:
-            return Done(f"budget: the next round needs up to {seconds:.0f} s", True)
-        return self._round(names, protocol)
+        protocol = self._fitting(names, 1, remaining)
+        return self._too_long(names) if protocol is None else self._round(names, protocol)
 
-    def _round(self, members: list[str], protocol: Protocol) -> _Round:
+    def _too_long(self, members: list[str]) -> Done:
+        seconds = self._round_seconds(members, self._protocol)
+        return Done(f"budget: the next round needs up to {seconds:.0f} s", True)
+
+    def _round(self, members: list[str], protocol: Protocol) -> Round:
         backwards = len(self._rounds).bit_count() % 2
         self._next_number += 1
-        return _Round(self._next_number - 1, members[::-1] if backwards else members, protocol)
+        return Round(self._next_number - 1, members[::-1] if backwards else members, protocol)
 
     def _open_round(self) -> bool:
         return bool(self._rounds) and any(self._is_missing(name, self._rounds[-1]) for name in self._rounds[-1].order)
 
-    def _is_missing(self, name: str, one: _Round) -> bool:
+    def _is_missing(self, name: str, one: Round) -> bool:
         # Once the baseline is out nothing that is missing can make a pair.
         return name not in one.sides and name not in self.withdrawn
 
@@ -221,22 +219,34 @@ class Verification:
     def _round_seconds(self, members: Iterable[str], protocol: Protocol) -> float:
         return sum(self._seconds(name, protocol) for name in members)
 
-    def _protocol_for(self, members: Iterable[str]) -> Protocol:
-        """The protocol; where some member's windows leave a larger error than processes do, as many as they need."""
-        need = short = 0.0
-        for name in members:
-            record = self._known[name]
-            if record.windows:
-                error = window_error([window.targets_per_second for window in record.windows])
-                seconds = sum(window.seconds for window in record.windows)
-                if error > self.spread.value:
-                    need = max(need, seconds * (error / WINDOW_SHARE / self.spread.value) ** 2)
-                short = max(short, (record.seconds_per_update or 0.0) * self._updates)
-        return self._protocol if need <= short else self._under_load(min(need, SUSTAINED_SECONDS - 1))
+    def _fitting(self, members: list[str], rounds: int, remaining: float) -> Protocol | None:
+        """The protocol by which so many rounds fit the time; None where even the shortest does not.
 
-    @property
-    def _updates(self) -> int:
-        return self._protocol.windows * self._protocol.updates_per_window
+        That is the study's own; where some member's windows leave a larger error than processes do, as many more as
+        they need or the time allows.
+        """
+        updates = self._protocol.windows * self._protocol.updates_per_window
+        shortest = max(updates * (self._known[name].seconds_per_update or 0.0) for name in members)
+        wanted = min(max(self._window_seconds(name) for name in members), SUSTAINED_SECONDS - 1)
+        for _ in range(_SHORTENINGS):
+            if wanted <= shortest:
+                break
+            protocol = self._under_load(wanted)
+            excess = self._round_seconds(members, protocol) * rounds - remaining
+            if excess <= 0:
+                return protocol
+            wanted -= excess / rounds / len(members)
+        return self._protocol if self._round_seconds(members, self._protocol) * rounds <= remaining else None
+
+    def _window_seconds(self, name: str) -> float:
+        """Seconds of windows after which their error is a part of the spread between processes; 0 if it always is."""
+        # The median over this execution's processes, as an interrupted window makes a single one look noisy.
+        noise = self._noise[name]
+        if not noise or statistics.median(error for error, _ in noise) <= self.spread.value:
+            return 0.0
+        return (
+            statistics.median(error**2 * seconds for error, seconds in noise) / (WINDOW_SHARE * self.spread.value) ** 2
+        )
 
     def _under_load(self, seconds: float) -> Protocol:
         return Protocol(
@@ -245,28 +255,3 @@ class Verification:
             warmup_updates=self._protocol.warmup_updates,
             least_seconds=seconds,
         )
-
-
-def _whole_rounds(records: Iterable[TrialRecord], known: Mapping[str, TrialRecord]) -> list[_Round]:
-    """The rounds of an interrupted verification that hold two or more of these executions on one device each."""
-    found: dict[int, dict[str, TrialRecord]] = {}
-    for record in records:
-        usable = record.purpose == "verification" and record.fate == Fate.COMPLETE and rate(record) is not None
-        if usable and record.round is not None and record.execution_identity in known:
-            found.setdefault(record.round, {})[record.execution_identity] = record
-    rounds = []
-    for number, results in sorted(found.items()):
-        devices = {device_name(record) for record in results.values()}
-        protocols = {record.protocol for record in results.values()}
-        protocol = next(iter(protocols))
-        if len(results) > 1 and len(devices) == 1 == len(protocols) and protocol is not None:
-            sides = {name: _side(record) for name, record in results.items()}
-            rounds.append(_Round(number, list(results), protocol, sides))
-    return rounds
-
-
-def _side(record: TrialRecord) -> Side:
-    rates = [window.targets_per_second for window in record.windows]
-    measured = rate(record)
-    assert measured is not None
-    return Side(measured, window_error(rates) if rates else math.nan)
