@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from tinyllm_ray.measure.student import t_quantile
 
 PROCESS_SPREAD = 0.0025
-"""Standard deviation of log throughput between processes of one execution on one device: 0.23% pooled over 26
-processes in 11 groups of equal kernels on GH200 and H200; single groups 0.03% to 0.49%."""
+"""Standard deviation of log throughput between processes of one execution on one device: 0.23% pooled over 25
+processes in 10 groups of equal kernels on GH200 and H200; single groups 0.03% to 0.49%."""
 
 WINDOW_SPREAD = 0.005
 """Standard deviation between windows of one process: 0.02% to 0.6% compiled, up to 2.3% eager, on the same machines."""

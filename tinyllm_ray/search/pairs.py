@@ -28,7 +28,7 @@ MOST_PAIRS = 8
 
 CAUTIOUS_SPREAD = Spread(value=0.0035, degrees=4)
 """What is assumed of a device without repeats of its own: 1.4 times the pooled spread of `measure.bounds`, as a
-verdict is to hold on machines noisier than most; two of eleven recorded groups lay above it (0.49% and 0.36%)."""
+verdict is to hold on machines noisier than most; of ten recorded groups one lay above it (0.49%)."""
 
 CONFIDENCE = 0.90
 """Of the interval that is reported."""
