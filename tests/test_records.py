@@ -16,6 +16,7 @@ from tinyllm_ray.measure.environment import collect_environment
 from tinyllm_ray.records import (
     Device,
     Fate,
+    GpuState,
     KernelCategory,
     KernelTime,
     Memory,
@@ -42,6 +43,13 @@ WINDOWS = st.builds(
     loss=st.none() | FIGURES,
     grad_norm=st.none() | FIGURES,
     timestamp=FIGURES,
+    gpu=st.none()
+    | st.builds(
+        GpuState,
+        sm_clock_mhz=st.none() | st.integers(0, 3000),
+        energy_joules=st.none() | FIGURES,
+        throttle_reasons=st.none() | st.lists(st.sampled_from(["gpu_idle", "sw_power_cap"]), max_size=2),
+    ),
 )
 KERNELS = st.builds(
     KernelTime,
@@ -111,6 +119,55 @@ def test_records_come_back_from_the_journal_as_they_were(
     with path.open("ab") as file:
         file.write(b'{"schema_version":1,"study":')  # a crash in the middle of the next one
     assert read_records(path) == records
+
+
+def a_window(index: int, gpu: GpuState | None) -> Window:
+    return Window(
+        index=index,
+        updates=10,
+        targets=1000,
+        seconds=2.0,
+        targets_per_second=500.0,
+        data_wait_seconds=0.0,
+        loss=4.0,
+        grad_norm=1.0,
+        timestamp=1e9,
+        gpu=gpu,
+    )
+
+
+@pytest.mark.parametrize(
+    ("joules", "targets_per_joule"),
+    [
+        ([100.0, 300.0], 5.0),
+        ([100.0, None], None),  # of two windows' targets one window's energy says nothing
+        ([None, None], None),
+        ([], None),
+    ],
+)
+def test_targets_a_joule_are_of_all_windows_or_of_none(
+    joules: list[float | None], targets_per_joule: float | None
+) -> None:
+    windows = [a_window(index, GpuState(energy_joules=value)) for index, value in enumerate(joules)]
+    assert a_record(windows=windows).targets_per_joule == targets_per_joule
+    assert a_record(windows=[*windows, a_window(9, None)]).targets_per_joule is None
+
+
+def test_throttled_windows_are_named_and_unknown_is_not_none_of_them() -> None:
+    states = [GpuState(throttle_reasons=["gpu_idle"]), None, GpuState(throttle_reasons=["sw_power_cap"]), GpuState()]
+    windows = [a_window(index, state) for index, state in enumerate(states)]
+    assert a_record(windows=windows).throttled_windows == [2]
+    assert a_record(windows=windows[:1]).throttled_windows == []
+    assert a_record(windows=windows[1:2]).throttled_windows is None
+    assert a_record().throttled_windows is None
+
+
+def test_a_protocol_says_how_long_its_windows_take_at_most() -> None:
+    assert Protocol().longest_seconds(0.02) == pytest.approx(6.0)
+    adaptive = Protocol(version="adaptive")
+    assert adaptive.longest_seconds(0.1) == pytest.approx(12 * 0.6)
+    assert adaptive.longest_seconds(4.0) == pytest.approx(12 * 4.5)
+    assert 60 <= Protocol(version="adaptive", least_seconds=60).longest_seconds(0.1) <= 61
 
 
 def test_a_study_without_a_file_has_no_records(tmp_path: Path) -> None:

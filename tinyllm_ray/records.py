@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from tinyllm_ray import journal
-from tinyllm_ray.sections import Integer
+from tinyllm_ray.sections import Integer, Number
 
 SCHEMA_VERSION: Final = 1
 
@@ -40,13 +40,64 @@ class _Record(BaseModel):
 class Protocol(_Record):
     """How a throughput was measured."""
 
-    version: Literal[2] = 2
+    version: Literal[2, "adaptive"] = 2
+    """2: the reference's, by count. adaptive: windows by time, their number by need, the warm-up until it is steady."""
     data_mode: Literal["real", "synthetic"] = "real"
     """real: cache, loader and transfers; synthetic: one batch that stays on the device."""
     warmup_updates: Integer = Field(default=20, ge=1)
-    """Updates before the first window; the first of them includes compilation."""
+    """Updates before the first window, the first of which includes compilation; where adaptive, at most so many."""
     windows: Integer = Field(default=3, ge=1)
+    """Where adaptive, the fewest of a candidate that is not dominated."""
     updates_per_window: Integer = Field(default=100, ge=1)
+    """Where adaptive, as many as `window_seconds` takes instead."""
+    window_seconds: Number = Field(default=0.5, gt=0)
+    """Adaptive only: how long a window lasts at least."""
+    most_windows: Integer = Field(default=12, ge=1)
+    """Adaptive only; `least_seconds` may take more."""
+    least_seconds: Number = Field(default=0.0, ge=0)
+    """Adaptive only: windows go on until they last this long together, as under the load of a training."""
+
+    def longest_seconds(self, seconds_per_update: float) -> float:
+        """Seconds of windows that a candidate with such updates takes at most, for planning."""
+        if self.version == 2:
+            return self.windows * self.updates_per_window * seconds_per_update
+        # A window ends with the update that fills it.
+        window = self.window_seconds + seconds_per_update
+        return max(max(self.windows, self.most_windows) * window, self.least_seconds + window)
+
+
+class GpuState(_Record):
+    """What a GPU's sensors said at a window's end; None, here and in each field, where there is none that tells."""
+
+    sm_clock_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+    power_watts: float | None = None
+    """The driver's average, over about a second on recent devices."""
+    temperature_celsius: int | None = None
+    throttle_reasons: list[str] | None = None
+    """Why the clocks are where they are, in NVML's words, like sw_power_cap; empty where nothing holds them."""
+    energy_joules: float | None = None
+    """What the device took during the window, idle parts of the chip and other processes included."""
+
+    @property
+    def throttled(self) -> bool | None:
+        """Whether power or heat held the clocks down."""
+        if self.throttle_reasons is None:
+            return None
+        return not THROTTLING.isdisjoint(self.throttle_reasons)
+
+
+THROTTLING: Final = frozenset(
+    {
+        "sw_power_cap",
+        "hw_slowdown",
+        "sync_boost",
+        "sw_thermal_slowdown",
+        "hw_thermal_slowdown",
+        "hw_power_brake_slowdown",
+    }
+)
+"""Reasons that cost throughput beside what was asked for; an idle device or clocks set by hand are none of them."""
 
 
 class Window(_Record):
@@ -64,6 +115,8 @@ class Window(_Record):
     grad_norm: float | None
     """Global gradient norm of the last update before clipping; None if not finite."""
     timestamp: float
+    gpu: GpuState | None = None
+    """None on a CPU, and where nothing reads the device's sensors."""
 
 
 class Seconds(_Record):
@@ -170,6 +223,10 @@ class Proof(_Record):
     """At the updates that every candidate is checked at, as far as its protocol went."""
 
 
+Purpose = Literal["search", "control", "verification"]
+"""search: to find out how fast a candidate is; control: how fast its device is; verification: the final verdict."""
+
+
 class TrialRecord(_Record):
     """The whole truth about one trial."""
 
@@ -177,6 +234,10 @@ class TrialRecord(_Record):
     study: str
     candidate: str
     kind: Literal["measurement", "training"]
+    purpose: Purpose = "search"
+    """What a measurement was made for."""
+    round: int | None = None
+    """Of a verification: the round it belongs to, counted from 0."""
     fate: Fate
     reason: str | None = None
     """Why the fate is what it is, for people; None where complete."""
@@ -219,6 +280,21 @@ class TrialRecord(_Record):
         if self.targets_per_second is None or len(rates) < 2:
             return None
         return (max(rates) - min(rates)) / 2 / self.targets_per_second
+
+    @property
+    def targets_per_joule(self) -> float | None:
+        """Over all windows together, by the device's energy counter; None where one of them has no reading."""
+        joules = [window.gpu.energy_joules if window.gpu else None for window in self.windows]
+        known = [value for value in joules if value is not None]
+        if len(known) < len(joules) or sum(known) <= 0:
+            return None
+        return sum(window.targets for window in self.windows) / sum(known)
+
+    @property
+    def throttled_windows(self) -> list[int] | None:
+        """Indices of the windows at whose end power or heat held the clocks down; None where no window tells."""
+        told = [window for window in self.windows if window.gpu and window.gpu.throttled is not None]
+        return [window.index for window in told if window.gpu and window.gpu.throttled] if told else None
 
 
 def read_records(path: Path) -> list[TrialRecord]:

@@ -59,14 +59,8 @@ def select(records: Iterable[TrialRecord], baseline: str | None = None) -> Selec
     top = order[0]
     tied = [record for record in order if _rate(top) - _rate(record) <= max(_half_range(top), _half_range(record))]
     least = max((_rate(record) for record in order if record.execution_identity == baseline), default=0.0)
-    starts = start_seconds(records)
     worthy = [record for record in tied if _rate(record) >= least]
-    soonest = min(starts[record.execution_identity] for record in worthy)
-    limit = soonest * (1 + START_NOISE_SHARE) + START_NOISE_SECONDS
-    quick = [record for record in worthy if starts[record.execution_identity] <= limit]
-    smallest = min(memory_bytes(record) for record in quick) * (1 + MEMORY_NOISE_SHARE)
-    small = [record for record in quick if memory_bytes(record) <= smallest]
-    chosen = next((record for record in small if record.execution_identity == baseline), small[0])
+    chosen, quick, small = break_tie(worthy, records, baseline)
     others = tuple(record for record in tied if record is not chosen)
     if not others:
         why = _lead(chosen, order)
@@ -79,6 +73,22 @@ def select(records: Iterable[TrialRecord], baseline: str | None = None) -> Selec
     else:
         why = "it starts sooner" if len(quick) == 1 else "it needs less memory"
     return Selection(chosen, others, _reason(chosen, top, others, why))
+
+
+def break_tie(
+    tied: list[TrialRecord], records: Iterable[TrialRecord], baseline: str | None
+) -> tuple[TrialRecord, list[TrialRecord], list[TrialRecord]]:
+    """Which of `tied` (the preferred first) to use, those that start as soon as any, and of these the small ones.
+
+    Starts are those that all `records` of the study show.
+    """
+    starts = start_seconds(records)
+    soonest = min(starts[record.execution_identity] for record in tied)
+    limit = soonest * (1 + START_NOISE_SHARE) + START_NOISE_SECONDS
+    quick = [record for record in tied if starts[record.execution_identity] <= limit]
+    smallest = min(memory_bytes(record) for record in quick) * (1 + MEMORY_NOISE_SHARE)
+    small = [record for record in quick if memory_bytes(record) <= smallest]
+    return next((record for record in small if record.execution_identity == baseline), small[0]), quick, small
 
 
 def start_seconds(records: Iterable[TrialRecord]) -> dict[str, float]:

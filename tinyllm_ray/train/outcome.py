@@ -57,6 +57,8 @@ def judge(candidate: RunningCandidate, event: Mapping[str, Any]) -> tuple[Fate, 
         return Fate.INVALID, "the loss or the gradient norm is not finite"
     if faults := candidate.result.get("faults"):
         return Fate.INVALID, "; ".join(faults)
+    if reason := candidate.result.get("dominated"):
+        return Fate.DOMINATED, reason
     return Fate.COMPLETE, None
 
 
@@ -79,6 +81,8 @@ def build_record(
         study=request["study"],
         candidate=request["candidate"],
         kind="measurement",
+        purpose=request.get("purpose", "search"),
+        round=request.get("round"),
         fate=fate,
         reason=reason,
         recipe_identity=config.recipe_identity,

@@ -17,11 +17,13 @@ from pydantic import BaseModel
 
 from tinyllm_ray.clock import Clock
 from tinyllm_ray.config import Config
-from tinyllm_ray.data.cache import open_cache
+from tinyllm_ray.data.cache import TokenCache, open_cache
 from tinyllm_ray.measure.environment import devices
+from tinyllm_ray.measure.gpu_sensors import open_sensors
+from tinyllm_ray.measure.need import Bar
 from tinyllm_ray.measure.windows import measure
-from tinyllm_ray.records import Protocol
-from tinyllm_ray.train.proof import Watched, gather_evidence
+from tinyllm_ray.records import Proof, Protocol, Purpose
+from tinyllm_ray.train.proof import Evidence, Watched, gather_evidence
 from tinyllm_ray.train.trainer import Trainer
 
 Emit = Callable[[dict[str, Any]], None]
@@ -47,6 +49,11 @@ class TrialRequest(BaseModel):
     """Whether one update is compared with the float32 reference, which takes a second model's memory."""
     limit_seconds: float
     """Seconds from the request after which the process is ended."""
+    purpose: Purpose = "search"
+    round: int | None = None
+    """Of a verification."""
+    bar: Bar = Bar()
+    """What an adaptive protocol stops the candidate for."""
 
 
 def run_trial(request: TrialRequest, emit: Emit, begin: float, clock: Clock = time.perf_counter) -> None:
@@ -64,13 +71,17 @@ def run_trial(request: TrialRequest, emit: Emit, begin: float, clock: Clock = ti
         )
 
 
+def _open_tokens(request: TrialRequest) -> TokenCache | None:
+    if request.protocol.data_mode == "synthetic":
+        return None
+    assert request.cache, "data mode real needs a cache"
+    return open_cache(request.cache)
+
+
 def _measure_candidate(request: TrialRequest, emit: Emit, begin: float, clock: Clock) -> None:
     emit({"event": "stage", "stage": "start"})
     stages = {"fork": clock() - begin}
-    config = Config.model_validate(request.config)
-    real = request.protocol.data_mode == "real"
-    assert not real or request.cache, "data mode real needs a cache"
-    cache = open_cache(request.cache) if real and request.cache else None
+    config, cache = Config.model_validate(request.config), _open_tokens(request)
     with Trainer(config, cache, request.range_server) as trainer:
         stages |= trainer.stage_seconds
         emit({"event": "stage", "stage": "compile", "seconds": clock() - begin, "stages": stages})
@@ -85,19 +96,25 @@ def _measure_candidate(request: TrialRequest, emit: Emit, begin: float, clock: C
             emit({"event": "window", "window": seen.model_dump(mode="json")})
 
         watched = Watched(trainer)
-        found = measure(watched, request.protocol, window, first_update, warm, clock)
+        seen_devices = devices()
+        sensors = open_sensors(seen_devices[0].identifier)
+        found = measure(watched, request.protocol, window, first_update, warm, clock, bar=request.bar, sensors=sensors)
         memory = trainer.peak_memory()  # before the proof, which takes of its own
         emit({"event": "stage", "stage": "proof"})
         proof_began = clock()
-        over = (cache, request.range_server) if request.parity else None
-        evidence = gather_evidence(trainer, watched.trajectory(), over)
+        if found.dominated:  # it cannot win, so nobody has to believe it
+            evidence = Evidence(Proof(trajectory=watched.trajectory()))
+        else:
+            over = (cache, request.range_server) if request.parity else None
+            evidence = gather_evidence(trainer, watched.trajectory(), over)
         emit(
             {
                 "event": "result",
                 "seconds_per_update": found.seconds_per_update,
                 "targets_per_second": found.targets_per_second,
                 "memory": memory.model_dump(mode="json"),
-                "devices": [device.model_dump(mode="json") for device in devices()],
+                "dominated": found.dominated,
+                "devices": [device.model_dump(mode="json") for device in seen_devices],
                 "threads": trainer.threads,
                 "kernels": evidence.kernels and [kernel.model_dump(mode="json") for kernel in evidence.kernels],
                 "proof": evidence.proof.model_dump(mode="json"),

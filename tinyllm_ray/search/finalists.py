@@ -1,0 +1,51 @@
+"""Which executions are worth verifying, and the time that this takes."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from tinyllm_ray.records import Fate, Protocol, TrialRecord
+from tinyllm_ray.search.noise import Spread, record_bounds
+from tinyllm_ray.search.pairs import CAUTIOUS_SPREAD, LEAST_PAIRS
+from tinyllm_ray.search.verdict import ranked, rate, start_seconds
+
+Predict = Callable[[Mapping[str, Any], Protocol], float]
+"""Seconds that a process of this execution under this protocol hardly ever exceeds, its compilation warm."""
+
+MOST_FINALISTS = 3
+SUSTAINED_SECONDS = 60.0
+
+
+def choose_finalists(
+    records: Iterable[TrialRecord], baseline: str, spread: Spread = CAUTIOUS_SPREAD, most: int = MOST_FINALISTS
+) -> list[str]:
+    """Execution identities worth verifying: complete, and within the noise of the fastest; the baseline is left out.
+
+    First the fastest, then the one that starts soonest, as it would win a tie, then by speed.
+    """
+    records = [record for record in records if record.purpose != "verification"]
+    starts = start_seconds(records)
+    order = ranked(first_complete(records).values())
+    bounds = [(record.execution_identity, record_bounds(record, spread)) for record in order]
+    known = [(name, found) for name, found in bounds if found]
+    if not known:
+        return []
+    close = [name for name, found in known if found.high >= known[0][1].low]
+    soonest = min(close, key=lambda name: starts[name])
+    names = dict.fromkeys([close[0], soonest, *close])
+    return [name for name in names if name != baseline][:most]
+
+
+def first_complete(records: Iterable[TrialRecord]) -> dict[str, TrialRecord]:
+    """The first complete record of every execution; of a control's many the fastest would be a lucky one."""
+    found: dict[str, TrialRecord] = {}
+    for record in records:
+        if record.fate == Fate.COMPLETE and rate(record) is not None:
+            found.setdefault(record.execution_identity, record)
+    return found
+
+
+def reserve_seconds(predict: Predict, baseline: TrialRecord, finalist: TrialRecord, protocol: Protocol) -> float:
+    """What a study keeps for verifying one finalist: three pairs, and the minute's load of both."""
+    sustained = Protocol(version="adaptive", least_seconds=SUSTAINED_SECONDS)
+    both = (baseline.execution, finalist.execution)
+    return sum(LEAST_PAIRS * predict(execution, protocol) + predict(execution, sustained) for execution in both)

@@ -1,0 +1,78 @@
+"""How much two processes of one execution differ on a device, learned from repeats, and what follows for a figure.
+
+The unit of replication is a process: what one process's windows say of themselves is in `measure.bounds`.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tinyllm_ray.measure.bounds import PROCESS_SPREAD, Bounds, throughput_bounds
+from tinyllm_ray.measure.need import Bar
+from tinyllm_ray.records import Fate, TrialRecord
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Standard deviation of log throughput between processes of one execution on one device: the A/A floor."""
+
+    value: float = PROCESS_SPREAD
+    degrees: float = 4
+    """How many degrees of freedom the value is worth. Four: groups of equal processes on one machine spread by 0.03%
+    to 0.49%, so that what other machines do says only so much about this one."""
+
+
+def learned_spread(groups: Iterable[Sequence[float]], prior: Spread | None = None) -> Spread:
+    """`prior` with what repeats say: each group the targets/second of processes of one execution on one device, in
+    the order of time.
+
+    The variance of a group is half the mean square of its successive differences (von Neumann et al. 1941,
+    doi:10.1214/aoms/1177731746), so that a slow drift does not count as noise; it is pooled with the prior's as in
+    Smyth 2004.
+    """
+    prior = prior or Spread()
+    squares, degrees = prior.degrees * prior.value**2, prior.degrees
+    for group in groups:
+        logs = [math.log(rate) for rate in group]
+        for one, other in itertools.pairwise(logs):
+            squares += (other - one) ** 2 / 2
+            degrees += 1
+    return Spread(math.sqrt(squares / degrees), degrees)
+
+
+def spread_of(records: Iterable[TrialRecord], prior: Spread | None = None) -> Spread:
+    """The spread that the repeats among complete records show (oldest first), by execution, protocol and device."""
+    groups: dict[tuple[object, ...], list[float]] = {}
+    for record in records:
+        rate = record.targets_per_second
+        if record.fate == Fate.COMPLETE and rate and rate > 0:
+            length = record.protocol.least_seconds if record.protocol else 0.0
+            groups.setdefault((record.execution_identity, device_name(record), length), []).append(rate)
+    return learned_spread(groups.values(), prior)
+
+
+def record_bounds(record: TrialRecord, spread: Spread | None = None) -> Bounds | None:
+    """Where the throughput of the record's execution may lie on its device; None without windows to judge by."""
+    rates = [window.targets_per_second for window in record.windows]
+    if not rates or min(rates) <= 0:
+        return None
+    return throughput_bounds(rates, (spread or Spread()).value)
+
+
+def bar_of(incumbent: TrialRecord | None, spread: Spread | None = None, device_ratio: float = 1.0) -> Bar:
+    """What a candidate has to be able to reach: the incumbent's lower bound.
+
+    `device_ratio` is the speed of the candidate's device relative to the incumbent's (`DeviceBlocks.ratio`).
+    """
+    spread = spread or Spread()
+    bounds = record_bounds(incumbent, spread) if incumbent else None
+    return Bar(bounds.low * device_ratio if bounds else None, spread.value)
+
+
+def device_name(record: TrialRecord) -> str:
+    """What tells the record's device from others: its UUID, or the host where it has none; empty where unknown."""
+    if not record.devices:
+        return ""
+    device = record.devices[0]
+    return device.identifier or f"{device.kind} of {device.host}"

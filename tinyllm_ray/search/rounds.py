@@ -1,0 +1,60 @@
+"""A round of a verification: the baseline and the finalists once each, one after the other, and what each left."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from tinyllm_ray.measure.bounds import window_error
+from tinyllm_ray.records import Fate, Protocol, TrialRecord
+from tinyllm_ray.search.finalists import SUSTAINED_SECONDS
+from tinyllm_ray.search.noise import device_name
+from tinyllm_ray.search.pairs import Side
+from tinyllm_ray.search.verdict import rate
+
+
+@dataclass
+class Round:
+    """One round; any two of its sides are a pair."""
+
+    number: int
+    order: list[str]
+    """Execution identities, as they are to run."""
+    protocol: Protocol
+    sides: dict[str, Side] = field(default_factory=dict)
+    """By execution identity, of those that have been measured."""
+
+    @property
+    def sustained(self) -> bool:
+        return self.protocol.least_seconds >= SUSTAINED_SECONDS
+
+
+def whole_rounds(records: Iterable[TrialRecord], known: Mapping[str, TrialRecord]) -> list[Round]:
+    """The rounds of an interrupted verification that hold two or more of these executions on one device each."""
+    found: dict[int, dict[str, TrialRecord]] = {}
+    for record in records:
+        usable = record.purpose == "verification" and record.fate == Fate.COMPLETE and rate(record) is not None
+        if usable and record.round is not None and record.execution_identity in known:
+            found.setdefault(record.round, {})[record.execution_identity] = record
+    rounds = []
+    for number, results in sorted(found.items()):
+        devices = {device_name(record) for record in results.values()}
+        protocols = {record.protocol for record in results.values()}
+        protocol = next(iter(protocols))
+        if len(results) > 1 and len(devices) == 1 == len(protocols) and protocol is not None:
+            sides = {name: side_of(record) for name, record in results.items()}
+            rounds.append(Round(number, list(results), protocol, sides))
+    return rounds
+
+
+def noise_of(record: TrialRecord) -> list[tuple[float, float]]:
+    """The error that the record's windows leave, and their seconds in all; nothing where there are no windows."""
+    rates = [window.targets_per_second for window in record.windows]
+    return [(window_error(rates), sum(window.seconds for window in record.windows))] if rates else []
+
+
+def side_of(record: TrialRecord) -> Side:
+    """One process of a pair; the record has to have a throughput."""
+    rates = [window.targets_per_second for window in record.windows]
+    measured = rate(record)
+    assert measured is not None
+    return Side(measured, window_error(rates) if rates else math.nan)

@@ -1,0 +1,107 @@
+"""What a verification came to: which execution is used, by how much it is faster, and what ties with it."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from tinyllm_ray.records import TrialRecord
+from tinyllm_ray.search.noise import Spread
+from tinyllm_ray.search.pairs import Pair, Verdict, disagrees, judge
+from tinyllm_ray.search.verdict import break_tie
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The verdict of a evidence."""
+
+    selected: TrialRecord
+    """The search's record of the execution to use."""
+    speedup: Verdict | None
+    """Of the selected one over the baseline; None where the baseline itself is selected."""
+    verdicts: Mapping[str, Verdict]
+    """Of each finalist over the baseline, by execution identity."""
+    ties: tuple[TrialRecord, ...]
+    """The others that cannot be told from the fastest, fastest first."""
+    open_comparisons: tuple[str, ...]
+    """Execution identities in comparisons that matter and are not decided: more pairs might."""
+    sustained_targets_per_second: float | None
+    """Of the selected one under a minute's load: what a training may expect."""
+    baseline_sustained_targets_per_second: float | None
+    load_disagrees: bool
+    """Whether the pair under load lies outside of what the short pairs expect."""
+    reason: str
+    """On one line, for people."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that a verdict is drawn from."""
+
+    baseline: str
+    members: Mapping[str, TrialRecord]
+    """The search's records of the baseline and the finalists, by execution identity."""
+    pairs: Callable[[str, str], list[Pair]]
+    """All pairs of two executions, oldest first."""
+    sustained_rate: Callable[[str], float | None]
+    """Targets a second of an execution under a minute's load."""
+    records: Iterable[TrialRecord]
+    """The study's, which show what executions take to start."""
+    comparisons: int
+    """Finalists at the beginning."""
+    spread: Spread
+
+
+def conclude(evidence: Evidence) -> Verified | None:
+    """The verdict so far; None before the baseline and a finalist have both been measured in a round."""
+    baseline = evidence.baseline
+    pairs = {name: evidence.pairs(name, baseline) for name in evidence.members if name != baseline}
+    pairs = {name: found for name, found in pairs.items() if found}
+    if not pairs:
+        return None
+    comparisons, spread = evidence.comparisons, evidence.spread
+    verdicts = {name: judge(found, spread, comparisons) for name, found in pairs.items()}
+    means = {name: fmean(pair.log_ratio for pair in found) for name, found in pairs.items()} | {baseline: 0.0}
+    order = sorted(means, key=lambda name: means[name], reverse=True)
+    top = order[0]
+    beside = {name: judge(found, spread, comparisons) for name in order[1:] if (found := evidence.pairs(top, name))}
+    tied = [name for name in order if name not in beside or beside[name].outcome != "faster"]
+    # On a noisy device a tie is wide; nothing that is shown to be slower than the baseline is taken.
+    worthy = [name for name in tied if name == baseline or verdicts[name].outcome != "slower"]
+    chosen, _, _ = break_tie([evidence.members[name] for name in worthy], evidence.records, baseline)
+    selected = chosen.execution_identity
+    ties = tuple(evidence.members[name] for name in tied if name != selected)
+    # The pair under load does not judge itself.
+    load = [pair for pair in pairs.get(selected, []) if pair.sustained][-1:]
+    short = [pair for pair in pairs.get(selected, []) if not pair.sustained]
+    return Verified(
+        selected=chosen,
+        speedup=verdicts.get(selected),
+        verdicts=verdicts,
+        ties=ties,
+        open_comparisons=_open(top, beside),
+        sustained_targets_per_second=evidence.sustained_rate(selected),
+        baseline_sustained_targets_per_second=evidence.sustained_rate(baseline),
+        load_disagrees=any(disagrees(pair, short, spread) for pair in load),
+        reason=_reason(chosen, verdicts.get(selected), ties, load),
+    )
+
+
+def _open(top: str, beside: Mapping[str, Verdict]) -> tuple[str, ...]:
+    names = tuple(name for name, verdict in beside.items() if not verdict.decided)
+    return (top, *names) if names else ()
+
+
+def _reason(chosen: TrialRecord, speedup: Verdict | None, ties: Sequence[TrialRecord], load: Sequence[Pair]) -> str:
+    if speedup is None:
+        lead = "the baseline: nothing is shown to be faster"
+    else:
+        lead = (
+            f"{speedup.ratio:.3f}x the baseline ({speedup.low:.3f} to {speedup.high:.3f}, 90%) "
+            f"in {speedup.pairs} pair{'s' * (speedup.pairs > 1)} of processes"
+        )
+        if not speedup.differs:
+            lead += ", a difference inside the noise"
+    under_load = f", {load[0].candidate.targets_per_second:,.0f} targets/s under load" if load else ""
+    names = ", ".join(record.candidate for record in ties)
+    tie = f"; a tie with {names}, which start no sooner and need no less memory" if ties else ""
+    return f"{chosen.candidate}: {lead}{under_load}{tie}"
