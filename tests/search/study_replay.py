@@ -174,12 +174,19 @@ def replay(
     workers: int = 1,
     seconds: Callable[[Trial, TrialRecord], float] = actual_seconds,
     stop_after: int | None = None,
+    most: int | None = None,
 ) -> Replay:
-    """Run `study` to its end with `workers` trials at once; the clock is simulated."""
+    """Run `study` to its end with `workers` trials at once; the clock is simulated.
+
+    `stop_after` so many records, or start no more than `most` trials and wait for what runs.
+    """
     done = Replay(study)
     running: list[tuple[float, int, TrialRecord]] = []
     while stop_after is None or len(done.records) < stop_after:
-        answer = study.ask(budget - done.elapsed) if len(running) < workers else Wait("all workers are busy")
+        full = len(running) >= workers or (most is not None and len(done.trials) >= most)
+        if full and not running:
+            break
+        answer = Wait("all workers are busy") if full else study.ask(budget - done.elapsed)
         if isinstance(answer, Trial):
             done.trials.append(answer)
             result = outcome(answer)

@@ -6,7 +6,8 @@ from study_replay import fitted, record
 
 from tinyllm_ray.records import Fate, Memory, Seconds, TrialRecord
 from tinyllm_ray.search.candidate import make_candidate
-from tinyllm_ray.search.verdict import fastest, rate, select
+from tinyllm_ray.search.rates import fastest, rate
+from tinyllm_ray.search.verdict import select
 
 SPACE = fitted()
 

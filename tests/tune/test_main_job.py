@@ -43,13 +43,14 @@ def test_it_ends_inside_the_budget_and_says_so(summary: dict) -> None:
     assert summary["budget_seconds"] == BUDGET_SECONDS
     assert 0 < summary["elapsed_seconds"] < BUDGET_SECONDS
     assert summary["budget_exhausted"] is False
-    assert summary["ended"] == "space exhausted"
+    assert summary["ended"] in {"space exhausted", "nothing left is expected to be faster"}
 
 
 def test_the_baseline_is_measured_first_and_every_candidate_once(summary: dict, records: list[TrialRecord]) -> None:
     labels = [row["label"] for row in summary["candidates"]]
     assert records[0].candidate == summary["baseline"]["candidate"] == summary["eager"]["candidate"]
-    assert sorted(labels) == ["mb4 eager auto t1", "mb4 eager math t1", "mb8 eager auto t1", "mb8 eager math t1"]
+    assert "mb8 eager auto t1" in labels
+    assert set(labels) <= {"mb4 eager auto t1", "mb4 eager math t1", "mb8 eager auto t1", "mb8 eager math t1"}
     measured = [record.candidate for record in records]
     assert len(set(measured)) == len(measured)
     assert sorted(measured) == sorted(
@@ -166,7 +167,7 @@ def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(built_root: Path, tin
     assert candidates[: len(kept)] == kept
     assert len(set(candidates)) == len(candidates)
     after = json.loads((tiny / "broken" / "summary.json").read_text())
-    assert after["ended"] == "space exhausted"
+    assert after["ended"] in {"space exhausted", "nothing left is expected to be faster"}
     assert after["study"] == summary["study"]
     assert spent + 0.5 * wall < after["elapsed_seconds"] <= spent + wall
 

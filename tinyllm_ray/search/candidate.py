@@ -1,8 +1,9 @@
 """A candidate: one execution of a study, with the names people and files know it by."""
 
+import itertools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tinyllm_ray.config import identity
@@ -33,6 +34,41 @@ def make_candidate(number: int, execution: Mapping[str, Any]) -> Candidate:
         execution=dict(execution),
         execution_identity=identity(execution),
     )
+
+
+class Candidates:
+    """The candidates of a study, numbered in the order they were asked for; recorded ones keep their ids."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Candidate] = {}
+
+    def __getitem__(self, execution_identity: str) -> Candidate:
+        return self._known[execution_identity]
+
+    def __contains__(self, execution_identity: object) -> bool:
+        return execution_identity in self._known
+
+    def in_order(self) -> list[Candidate]:
+        """By their numbers."""
+        return sorted(self._known.values(), key=lambda candidate: candidate_number(candidate.id) or 0)
+
+    def register(self, execution: Mapping[str, Any]) -> Candidate:
+        """The candidate of a settled execution, with the first free number where it is a stranger."""
+        name = identity(execution)
+        if name not in self._known:
+            self._known[name] = make_candidate(self.free_number(), execution)
+        return self._known[name]
+
+    def keep(self, candidate_id: str, execution: Mapping[str, Any], execution_identity: str) -> None:
+        """Take over a recorded candidate under the names it was recorded with, unless it is known already."""
+        if execution_identity not in self._known:
+            made = make_candidate(candidate_number(candidate_id) or 0, execution)
+            self._known[execution_identity] = replace(made, id=candidate_id, execution_identity=execution_identity)
+
+    def free_number(self) -> int:
+        """The smallest number that no candidate has."""
+        taken = {candidate_number(candidate.id) for candidate in self._known.values()}
+        return next(number for number in itertools.count(1) if number not in taken)
 
 
 def candidate_number(candidate_id: str) -> int | None:

@@ -1,22 +1,18 @@
-"""Predicts how many seconds a candidate will take: from the study's own records, and from priors where those are mute.
+"""Predicts what seconds a candidate will take, from the study's own records, and from priors where those are mute."""
 
-The priors are round figures seen on three machines, for one update of 20m (GPUs) or nano (CPU):
-- GH200, torch 2.14: first update 18.1-18.3 s cold and 2.8-3.6 s warm in default mode, 15.0 s in reduce-overhead, 129 s
-  in max-autotune, 0.6 s eager; targets/s at micro-batch 32: 1.26 M compiled, 0.62 M eager.
-- H200, torch 2.11: 17-24 s cold and 2.7-3.5 s warm in default mode (90m 32.6 s cold), 18.3 s in reduce-overhead,
-  0.5 s eager.
-- Two x86 CPU cores, torch 2.13: 16 s cold and 2 s warm in default mode, 1 s eager; an update 0.56 s eager, 0.32 s
-  compiled.
-"""
-
+import functools
+import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tinyllm_ray.execution import HOST_KEYS
+from tinyllm_ray.execution import ExecutionConfig
 from tinyllm_ray.records import Fate, Protocol, TrialRecord
+from tinyllm_ray.search.effects import CompilePrior, EffectModel, Observation
 from tinyllm_ray.search.fitting import DeviceKind
+from tinyllm_ray.search.kinds import compilation, kind_of
+from tinyllm_ray.search.priors import Priors
 
 
 class Estimate(NamedTuple):
@@ -51,34 +47,34 @@ class Prediction:
         return self.start, self.compile, self.warmup, self.windows, self.rest
 
 
+class Starts(NamedTuple):
+    """Seconds of a training before it runs at full speed."""
+
+    start: float
+    cold: float
+    """The first update with its compilation."""
+    warm: float
+    """The first update with its compilation cached."""
+
+
+class FirstUpdate(NamedTuple):
+    """A first update that was seen."""
+
+    execution: Mapping[str, Any]
+    kind: str
+    compilation: tuple[Any, ...] | None
+    """None where it was cut."""
+    warm: bool
+    """Whether an earlier trial had the same compilation."""
+    seconds: float
+    update: float
+    """Part of `seconds` that any update takes."""
+
+
 PRIOR_START = Estimate(3.0, 10.0)
 """Forked from a process that has torch: 0.6-0.8 s to the first kernel; a bare process imports for 3-10 s."""
 
 PRIOR_REST = Estimate(1.5, 4.0)
-
-PRIOR_FIRST_UPDATE: Mapping[DeviceKind, Mapping[str, tuple[float, float]]] = {
-    "cuda": {
-        "eager": (1.5, 1.5),
-        "default": (25.0, 4.0),
-        "reduce-overhead": (20.0, 4.0),
-        "max-autotune": (130.0, 4.0),
-        "max-autotune-no-cudagraphs": (130.0, 4.0),
-    },
-    "cpu": {
-        "eager": (1.0, 1.0),
-        "default": (20.0, 3.0),
-        "reduce-overhead": (20.0, 3.0),
-        "max-autotune": (30.0, 3.0),
-        "max-autotune-no-cudagraphs": (30.0, 3.0),
-    },
-}
-"""(cold, warm) seconds of the first update beside the update itself, by device kind and kind of execution."""
-
-PRIOR_WORK_PER_SECOND: Mapping[DeviceKind, Mapping[str, float]] = {
-    "cuda": {"eager": 1.2e13, "compiled": 2.5e13},
-    "cpu": {"eager": 8e9, "compiled": 1.2e10},
-}
-"""Parameters times targets a second; models larger than 20m reach more (H200: 5.5e13 at 90m)."""
 
 UNSEEN_MACHINE = 3.0
 """Upper over expected seconds an update before this machine has run one: it may be a slower one."""
@@ -89,6 +85,15 @@ COMPILED_OVER_EAGER = Estimate(0.5, 1.0)
 
 SMALLER_MICRO_BATCH_POWER = 0.75
 """An update in r times as many micro-batches takes r**0.75 times as long (GH200: 0.76 eager, 0.6 compiled)."""
+
+COMPILE_NOISE = 0.1
+"""Standard deviation of a compilation's seconds, as a logarithm: 18.8 to 22.6 s in one study on an H200."""
+
+CERTAIN = 2.0
+"""Standard deviations from the expected to the upper figure."""
+
+COMPILED = ExecutionConfig(update="compiled", micro_batch_size=32, cpu_threads=8).model_dump(mode="json")
+"""What effects on compilations count from before anything is recorded."""
 
 SAME_MARGIN = 1.2
 """Upper over expected where the same micro-batch and kind of update were timed; windows spread by 1-4%."""
@@ -104,25 +109,32 @@ class CostModel:
     """Parameters times targets."""
     protocol: Protocol
     records: tuple[TrialRecord, ...] = ()
+    priors: Priors | None = None
+    """All machines' unless given."""
 
-    def predict(self, execution: Mapping[str, Any]) -> Prediction:
-        """Seconds of a candidate with these settings, all defaults settled."""
+    def predict(self, execution: Mapping[str, Any], *, warm: bool = False) -> Prediction:
+        """Seconds of a candidate with these settings, all defaults settled; `warm`: its compilation is cached."""
         update = self._update(execution)
         in_windows = self.protocol.windows * self.protocol.updates_per_window
         return Prediction(
-            start=_learned([record.seconds.start for record in self.records], PRIOR_START),
-            compile=self._first_update(execution, update),
+            start=self._start,
+            compile=self._first_update(execution, update, warm),
             warmup=_times(update, self.protocol.warmup_updates - 1),
             windows=_times(update, in_windows),
-            rest=_learned([_rest_seconds(record) for record in self.records], PRIOR_REST),
+            rest=self._rest,
         )
 
     def _update(self, execution: Mapping[str, Any]) -> Estimate:
         """Seconds an update: from the most similar execution that was timed."""
+        key = tuple(execution[name] for name in _TELLING)
+        if key not in self._updates:
+            self._updates[key] = self._fresh_update(execution)
+        return self._updates[key]
+
+    def _fresh_update(self, execution: Mapping[str, Any]) -> Estimate:
         timed = [(record, seconds) for record in self.records if (seconds := record.seconds_per_update)]
         if not timed:
-            rates = PRIOR_WORK_PER_SECOND[self.device_kind]
-            expected = self.work_per_update / rates.get(execution["update"], rates["compiled"])
+            expected = self.work_per_update / self._priors.work_per_second(execution["update"])
             return Estimate(expected, expected * UNSEEN_MACHINE)
         distances = [_distance(execution, record.execution) for record, _ in timed]
         nearest = min(distances)
@@ -132,31 +144,87 @@ class CostModel:
         margin = SAME_MARGIN if nearest[:3] == (0, 0, 0) else OTHER_MARGIN
         return Estimate(seconds * scale.expected, seconds * scale.upper * margin)
 
-    def _first_update(self, execution: Mapping[str, Any], update: Estimate) -> Estimate:
-        """Seconds of the first update: cold for the first candidate of a compilation, warm for those that share it."""
-        kind = _kind(execution)
-        cold, warm = PRIOR_FIRST_UPDATE[self.device_kind].get(kind, PRIOR_FIRST_UPDATE[self.device_kind]["default"])
-        samples, seen = _first_updates(self.records)
-        is_warm = compilation(execution) in seen
-        same = [seconds for name, was_warm, seconds in samples if name == kind and was_warm == is_warm]
-        prior = warm if is_warm else cold * self._slowness(samples, kind)
-        if kind == "eager":
-            same = [seconds for name, _, seconds in samples if name == kind]
-        guess = Estimate(prior + update.expected, 1.5 * prior + update.upper)
-        # One sample may have been lucky: a cache that was warm for it need not be for the next candidate.
-        floor = guess.upper if len(same) < 2 else 0.0
-        learned = _learned(same, guess)
-        return Estimate(learned.expected, max(learned.upper, floor))
+    def starts(self, execution: Mapping[str, Any]) -> Starts:
+        """What a training with these settings spends before its updates, by what was seen of the compilation."""
+        update = self._update(execution)
+        mine = self._compiled.get(compilation(execution), [])
+        cold = max(mine) if mine else self._first_update(execution, update, False).expected
+        # Of its kind rather than its own: one start differs from the next by more than kinds' candidates do.
+        warm = self._first_update(execution, update, True).expected
+        return Starts(self._start.expected, cold, min(warm, cold))
 
-    def _slowness(self, samples: Sequence[tuple[str, bool, float]], kind: str) -> float:
-        """How much longer this model compiles than the prior says, judged by the other kinds; 1 at least."""
-        priors = PRIOR_FIRST_UPDATE[self.device_kind]
-        ratios = [
-            seconds / priors[name][0]
-            for name, was_warm, seconds in samples
-            if name != kind and name != "eager" and name in priors and not was_warm
+    @functools.cached_property
+    def _start(self) -> Estimate:
+        return _learned([record.seconds.start for record in self.records], PRIOR_START)
+
+    @functools.cached_property
+    def _rest(self) -> Estimate:
+        return _learned([_rest_seconds(record) for record in self.records], PRIOR_REST)
+
+    @functools.cached_property
+    def _samples(self) -> list[FirstUpdate]:
+        return _first_updates(self.records)
+
+    @functools.cached_property
+    def _compiled(self) -> dict[tuple[Any, ...], list[float]]:
+        """Seconds of the first updates of each compilation that was made."""
+        made: dict[tuple[Any, ...], list[float]] = {}
+        for sample in self._samples:
+            if sample.compilation is not None:
+                made.setdefault(sample.compilation, []).append(sample.seconds)
+        return made
+
+    @functools.cached_property
+    def _colds(self) -> dict[tuple[Any, ...], Estimate]:
+        return {}
+
+    @functools.cached_property
+    def _updates(self) -> dict[tuple[Any, ...], Estimate]:
+        return {}
+
+    @property
+    def _priors(self) -> Priors:
+        return self.priors or Priors(self.device_kind)
+
+    def prepare(self, executions: Iterable[Mapping[str, Any]]) -> None:
+        """Make the predictions of many compilations at once, which is quicker than one by one."""
+        made = {compilation(execution): execution for execution in executions}
+        wanted = {key: execution for key, execution in made.items() if key not in self._colds}
+        if not wanted:
+            return
+        means, sds = self._compile_model.predict(list(wanted.values()))
+        for key, mean, sd in zip(wanted, means, sds, strict=True):
+            self._colds[key] = Estimate(math.exp(mean), math.exp(mean + CERTAIN * sd))
+
+    def _first_update(self, execution: Mapping[str, Any], update: Estimate, warm: bool) -> Estimate:
+        """Seconds of the first update: cold for the first candidate of a compilation, warm for those that share it."""
+        kind = kind_of(execution)
+        if kind == "eager" or warm or compilation(execution) in self._compiled:
+            prior = self._priors.first_update_seconds(kind)[1]
+            guess = Estimate(prior + update.expected, 1.5 * prior + update.upper)
+            same = [sample for sample in self._samples if sample.kind == kind and (sample.warm or kind == "eager")]
+            learned = _learned([sample.seconds for sample in same], guess)
+            return Estimate(learned.expected, max(learned.upper, guess.upper if len(same) < 2 else 0.0))
+        self.prepare([execution])
+        cold = self._colds[compilation(execution)]
+        prior = self._priors.first_update_seconds(kind)[0]
+        same = [sample for sample in self._samples if sample.kind == kind and not sample.warm]
+        cut = max((sample.seconds for sample in same if sample.compilation is None), default=0.0)
+        # One sample may have been lucky: a cache that was warm for it need not be for the next candidate.
+        floor = max(1.25 * cut, 1.5 * prior + update.upper if len(same) < 2 else 0.0)
+        expected = max(cold.expected + update.expected, cut)
+        return Estimate(expected, max(cold.upper + update.upper, 1.1 * expected, floor))
+
+    @functools.cached_property
+    def _compile_model(self) -> EffectModel:
+        """Of cold first updates, all kinds but eager."""
+        seen = [
+            Observation(sample.execution, math.log(max(sample.seconds - sample.update, 0.1)), COMPILE_NOISE)
+            for sample in self._samples
+            if sample.kind != "eager" and not sample.warm
         ]
-        return max(1.0, statistics.median(ratios)) if ratios and kind != "eager" else 1.0
+        baseline = self.records[0].execution if self.records else None
+        return EffectModel(CompilePrior(self._priors), baseline or COMPILED, seen)
 
 
 def _learned(seconds: Iterable[float | None], prior: Estimate) -> Estimate:
@@ -169,29 +237,21 @@ def _times(estimate: Estimate, count: int) -> Estimate:
     return Estimate(estimate.expected * count, estimate.upper * count)
 
 
-def _kind(execution: Mapping[str, Any]) -> str:
-    return str(execution["compile_mode"] or execution["update"])
-
-
-def compilation(execution: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """What candidates that share compiled code have in common."""
-    return tuple(sorted((key, value) for key, value in execution.items() if key not in HOST_KEYS))
-
-
-def _first_updates(records: Iterable[TrialRecord]) -> tuple[list[tuple[str, bool, float]], set[tuple[Any, ...]]]:
-    """Kind, whether its compilation had been made before, and seconds of every first update; and those compilations."""
-    samples = []
+def _first_updates(records: Iterable[TrialRecord]) -> list[FirstUpdate]:
+    """Every first update, oldest first."""
+    samples: list[FirstUpdate] = []
     seen: set[tuple[Any, ...]] = set()
     for record in records:
-        made = compilation(record.execution)
-        seconds = record.seconds.compile
+        execution, made = record.execution, compilation(record.execution)
+        kind, update, seconds = kind_of(execution), record.seconds_per_update or 0.0, record.seconds.compile
         if seconds is None and record.fate == Fate.TIMED_OUT and record.seconds.total is not None:
             # Cut while it compiled: it takes at least that long, and must not be tried again as if it were quick.
-            samples.append((_kind(record.execution), False, record.seconds.total - (record.seconds.start or 0.0)))
+            cut = record.seconds.total - (record.seconds.start or 0.0)
+            samples.append(FirstUpdate(execution, kind, None, False, cut, update))
         elif seconds is not None and record.fate != Fate.OUT_OF_MEMORY:
-            samples.append((_kind(record.execution), made in seen, seconds))
+            samples.append(FirstUpdate(execution, kind, made, made in seen, seconds, update))
             seen.add(made)
-    return samples, seen
+    return samples
 
 
 def _rest_seconds(record: TrialRecord) -> float | None:
@@ -203,11 +263,15 @@ def _rest_seconds(record: TrialRecord) -> float | None:
     )
 
 
+_TELLING = ("update", "micro_batch_size", "cpu_threads", "compile_mode", "sdpa_backend")
+"""Settings that an update's seconds are predicted by, for budgets; finer differences are for the search."""
+
+
 def _distance(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[int, float, float, int]:
     """How unlike two executions are in what an update costs, the most telling setting first."""
     micro = one["micro_batch_size"] / other["micro_batch_size"]
     threads = one["cpu_threads"] / other["cpu_threads"]
-    rest = sum(one[key] != other.get(key) for key in one if key not in {"update", "micro_batch_size", "cpu_threads"})
+    rest = sum(one[key] != other[key] for key in _TELLING[3:])
     return int(one["update"] != other["update"]), max(micro, 1 / micro) - 1, max(threads, 1 / threads) - 1, rest
 
 

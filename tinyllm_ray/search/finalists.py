@@ -6,7 +6,8 @@ from typing import Any
 from tinyllm_ray.records import Fate, Protocol, TrialRecord
 from tinyllm_ray.search.noise import Spread, record_bounds
 from tinyllm_ray.search.pairs import CAUTIOUS_SPREAD, LEAST_PAIRS
-from tinyllm_ray.search.verdict import ranked, rate, start_seconds
+from tinyllm_ray.search.rates import ranked, rate
+from tinyllm_ray.search.verdict import start_seconds
 
 Predict = Callable[[Mapping[str, Any], Protocol], float]
 """Seconds that a process of this execution under this protocol hardly ever exceeds, its compilation warm."""

@@ -9,7 +9,7 @@ from tinyllm_ray.records import Fate, Protocol, TrialRecord
 from tinyllm_ray.search.finalists import SUSTAINED_SECONDS
 from tinyllm_ray.search.noise import device_name
 from tinyllm_ray.search.pairs import Side
-from tinyllm_ray.search.verdict import rate
+from tinyllm_ray.search.rates import rate
 
 
 @dataclass

@@ -1,217 +1,300 @@
 """The study: says which candidate to measure next (ask), takes its record (tell), and knows the verdict.
 
-Pure: it has no clock, starts nothing and reads nothing. The same records and the same seconds left give the same
-answers, so that a whole study replays in milliseconds and a broken one goes on from its records.
+The baseline first, the eager row as a cheap control, then whatever is expected to save most per second of measuring, as
+long as it saves more than it costs; last, where a verifier is given, finalists and baseline again. Pure: it has no
+clock, starts nothing and reads nothing. The same records and the same seconds left give the same answers, so that a
+whole study replays in seconds and a broken one goes on from its records.
 """
 
-import itertools
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from tinyllm_ray.config import identity
 from tinyllm_ray.records import Fate, Protocol, TrialRecord
-from tinyllm_ray.search.candidate import Candidate, candidate_number, make_candidate
+from tinyllm_ray.search.account import Account, account
+from tinyllm_ray.search.answers import (
+    CandidateStatus,
+    Finished,
+    State,
+    Trial,
+    Wait,
+    again,
+    finished_status,
+    running_status,
+)
+from tinyllm_ray.search.candidate import Candidate, Candidates, make_candidate
 from tinyllm_ray.search.cost import CostModel, Prediction
 from tinyllm_ray.search.fitting import FittedSpace
-from tinyllm_ray.search.plan import FIXED_STAGES, Stage, staged_plan
-from tinyllm_ray.search.verdict import Selection, fastest, rate, select
+from tinyllm_ray.search.objective import Objective, Winner, winners
+from tinyllm_ray.search.outlook import Outlook
+from tinyllm_ray.search.pool import Pool
+from tinyllm_ray.search.priors import Priors
+from tinyllm_ray.search.rates import fastest, ranked
+from tinyllm_ray.search.ruled_out import hopeless, out_of_memory
+from tinyllm_ray.search.verdict import THROUGHPUT, Selection, select
+from tinyllm_ray.search.verifier import Verification, Verifier, reserved_seconds
+
+__all__ = ["MEASURED_AGAIN", "CandidateStatus", "Finished", "State", "Study", "Trial", "Wait"]
 
 MEASURED_AGAIN = frozenset({Fate.TIMED_OUT, Fate.LOST})
 """Fates that say nothing about a candidate once the study is resumed: with more time, on a sound node, it may do."""
 
-
-@dataclass(frozen=True)
-class Trial:
-    """Measure this candidate now, and tell its record."""
-
-    candidate: Candidate
-    stage: str
-    prediction: Prediction
-
-
-@dataclass(frozen=True)
-class Wait:
-    """Nothing can start before one of the running trials is told."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Finished:
-    """Nothing is running and nothing more will start."""
-
-    reason: str
-    budget_exhausted: bool
-    """Whether candidates were left out because they did not fit the time left."""
-
-
-class State(StrEnum):
-    """Where a candidate stands."""
-
-    PENDING = "pending"
-    RUNNING = "running"
-    FINISHED = "finished"
-    SKIPPED = "skipped"
-    """Ruled out by the results of others."""
-    NOT_STARTED = "not_started"
-    """Would not have fitted the time left."""
-
-
-@dataclass(frozen=True)
-class CandidateStatus:
-    """A candidate, and what the study knows of it."""
-
-    candidate: Candidate
-    state: State
-    fate: Fate | None = None
-    """Of a finished one; a complete record without a usable throughput counts as invalid."""
-    reason: str | None = None
-    record: TrialRecord | None = None
-    prediction: Prediction | None = None
-    """Of one that is pending, running or not started."""
+_FEW = 3
+"""Of the best: measured executions around which a large space is searched, and candidates shown that did not fit."""
 
 
 class Study:
     """One search over one fitted space; several trials may run at once."""
 
     def __init__(
-        self, space: FittedSpace, protocol: Protocol | None = None, records: Iterable[TrialRecord] = ()
+        self,
+        space: FittedSpace,
+        protocol: Protocol | None = None,
+        records: Iterable[TrialRecord] = (),
+        objective: Objective = THROUGHPUT,
+        verifier: Verifier | None = None,
+        priors: Priors | None = None,
     ) -> None:
-        """`protocol` is the space's unless given; `records` (oldest first) are those of the study to go on with."""
+        """`records` (oldest first) are those of the study to go on with; `protocol` is the space's unless given."""
         self.space = space
         self.protocol = protocol or space.protocol
-        self._candidates: dict[str, Candidate] = {}
+        self.objective = objective
+        self.verifier = verifier
+        self._priors = priors or Priors(space.device_kind)
+        self._pool = Pool(space)
+        self._candidates = Candidates()
         self._results: dict[str, TrialRecord] = {}
+        self._again: list[TrialRecord] = []
+        """Verification's records. The search does not learn from them, so that it stays over once it is."""
+        self.verification: Verification | None = None
+        """The one that has begun, with what it found."""
         self._running: dict[str, Trial] = {}
-        self._unaffordable: dict[str, Prediction] = {}
+        self._unaffordable: dict[str, tuple[dict[str, Any], Prediction]] = {}
+        """By identity, at the last ask."""
+        self._selected: tuple[Selection | None] | None = None  # the verdict, asked for since the last record
         self._seconds_left = math.inf
-        """At the last ask."""
-        self._cost = CostModel(space.device_kind, space.parameters * space.targets_per_update, self.protocol)
+        work = space.parameters * space.targets_per_update
+        self._cost = CostModel(space.device_kind, work, self.protocol, (), self._priors)
+        eager = space.settle({**space.baseline, "update": "eager"})
+        self._baseline, self._eager = identity(space.baseline), identity(eager)
         for record in records:
-            candidate = make_candidate(candidate_number(record.candidate) or 0, record.execution)
-            self._candidates[record.execution_identity] = replace(
-                candidate, id=record.candidate, execution_identity=record.execution_identity
-            )
-            self._learn(record)
-            if record.fate not in MEASURED_AGAIN:
-                self._results[record.execution_identity] = record
+            self._resume(record)
+        for execution in (space.baseline, eager):
+            self._candidates.register(execution)
 
     def ask(self, remaining_seconds: float) -> Trial | Wait | Finished:
-        """What to do with `remaining_seconds` left for measuring; a Trial counts as running from here on."""
+        """What to do with `remaining_seconds` left; a Trial counts as running from here on."""
         self._unaffordable.clear()
         self._seconds_left = remaining_seconds
-        baseline = identity(self.space.baseline)
-        for index, stage in enumerate(self._stages()):
-            for step in stage.steps:
-                if step.skip or step.identity in self._results or step.identity in self._running:
-                    continue
-                prediction = self._cost.predict(step.execution)
-                # Without the baseline there is no answer at all, so it may take the chance.
-                need = prediction.expected_seconds if step.identity == baseline else prediction.upper_seconds
-                if need <= remaining_seconds:
-                    trial = Trial(self._candidates[step.identity], stage.name, prediction)
-                    self._running[step.identity] = trial
-                    return trial
-                self._unaffordable[step.identity] = prediction
-            if baseline in self._running or baseline in self._unaffordable:
-                break  # without it nothing that follows could be compared
-            if self._running and index >= FIXED_STAGES - 1:
-                break
-        if self._running:
+        if self._baseline in self._running:
+            return Wait(f"{self._candidates[self._baseline].id} comes first: every other is compared with it")
+        answer = self._ask_first() or self._ask_search()
+        if isinstance(answer, Finished) and not self._running:
+            return self._ask_verification(answer)
+        if isinstance(answer, Finished):
             names = ", ".join(trial.candidate.id for trial in self._running.values())
-            return Wait(f"the next candidate depends on {names}")
-        return self._finished()
+            return Wait(f"what is next depends on {names}")
+        return answer
 
     def tell(self, record: TrialRecord) -> None:
         """Take the record of a running trial."""
         trial = self._running.pop(record.execution_identity, None)
         assert trial is not None, f"{record.candidate} ({record.execution_identity}) was told but is not running"
-        self._learn(record)
-        self._results[record.execution_identity] = record
+        if trial.stage == "verification":
+            assert self.verification is not None
+            self._again.append(record)
+            self.verification.tell(record)
+        else:
+            self._learn(record)
+            self._results[record.execution_identity] = record
 
     @property
     def incumbent(self) -> TrialRecord | None:
         """The fastest complete record so far, noise not considered."""
         return fastest(self._results.values())
 
+    @property
+    def measured_again(self) -> tuple[TrialRecord, ...]:
+        """The records of verification, oldest first."""
+        return tuple(self._again)
+
     def selection(self) -> Selection | None:
         """The verdict so far; None while nothing is complete."""
-        return select(self._results.values(), identity(self.space.baseline))
+        if self._selected is None:
+            outlook = Outlook(self.space, self.objective, self._cost, self._priors)
+            results = self._results.values()
+            expected = outlook.expected_rate
+            self._selected = (select(results, self._baseline, self.objective, self._cost.starts, expected),)
+        return self._selected[0]
+
+    def winners(self) -> list[Winner]:
+        """For 10 M to 10 B targets the record whose planned trainings take least."""
+        return winners(self._results.values(), self._cost.starts, self.objective.runs)
+
+    def account(self) -> Account | None:
+        """What was spent and what it saves; None before there is a verdict, and where the objective has no seconds."""
+        selection, baseline = self.selection(), self._results.get(self._baseline)
+        if selection is None or baseline is None:
+            return None
+        return account(
+            [*self._cost.records, *self._again], baseline, selection.record, self.objective, self._cost.starts
+        )
 
     def candidates(self) -> list[CandidateStatus]:
-        """Every candidate the study knows by now, in the order of their numbers."""
-        skips: dict[str, str] = {}
-        is_open = False
-        for index, stage in enumerate(self._stages()):
-            for step in stage.steps:
-                if step.skip:
-                    skips[step.identity] = step.skip
-                elif step.identity not in self._results and step.identity not in self._unaffordable:
-                    is_open = True
-            if is_open and index >= FIXED_STAGES - 1:
-                break
-        known = sorted(self._candidates.values(), key=lambda candidate: candidate_number(candidate.id) or 0)
-        return [self._status(candidate, skips.get(candidate.execution_identity)) for candidate in known]
+        """Every candidate the study knows by now, in the order of their numbers; last, what did not fit the budget."""
+        statuses = [self._status(candidate) for candidate in self._candidates.in_order()]
+        for record in self._again:
+            candidate = again(self._candidates[record.execution_identity], record.candidate)
+            statuses.append(finished_status(candidate, record))
+        statuses += [running_status(trial) for trial in self._running.values() if trial.stage == "verification"]
+        number = self._candidates.free_number()
+        for name, (execution, prediction) in self._unaffordable.items():
+            if name not in self._candidates:
+                reason = f"not started: it needs {self._need(name, prediction)}"
+                candidate = make_candidate(number, execution)
+                statuses.append(CandidateStatus(candidate, State.NOT_STARTED, reason=reason, prediction=prediction))
+                number += 1
+        return statuses
 
     def baseline(self) -> CandidateStatus:
         """The candidate every other is compared with."""
-        return self._status_of(self.space.baseline)
+        return self._status(self._candidates[self._baseline])
 
     def eager_row(self) -> CandidateStatus:
         """The eager candidate at the baseline's micro-batch, which every report shows; the baseline itself on a CPU."""
-        return self._status_of(self.space.settle({**self.space.baseline, "update": "eager"}))
+        return self._status(self._candidates[self._eager])
 
-    def _status_of(self, execution: dict[str, Any]) -> CandidateStatus:
-        name = identity(execution)
-        return next(status for status in self.candidates() if status.candidate.execution_identity == name)
+    # What comes next
 
-    def _status(self, candidate: Candidate, skip: str | None) -> CandidateStatus:
+    def _ask_first(self) -> Trial | Finished | None:
+        """The baseline, and the eager row; None when they are settled, or the eager row does not fit."""
+        if self._baseline not in self._results:
+            # Without the baseline there is no answer at all, so it may take the chance.
+            prediction = self._cost.predict(self.space.baseline)
+            if prediction.expected_seconds <= self._seconds_left:
+                return self._start(self.space.baseline, "baseline", prediction)
+            self._unaffordable[self._baseline] = self.space.baseline, prediction
+            need = self._need(self._baseline, prediction)
+            return Finished(f"budget: the baseline needs {need}", budget_exhausted=True)
+        if self._eager not in self._results and self._eager not in self._running:
+            execution = self._candidates[self._eager].execution
+            if out_of_memory(execution, self._results.values()) is None:
+                prediction = self._cost.predict(execution)
+                if self._affordable(execution, prediction):
+                    return self._start(execution, "eager", prediction)
+                self._unaffordable[self._eager] = execution, prediction
+        return None
+
+    def _ask_search(self) -> Trial | Finished:
+        """What promises most for its seconds among all that fits and pays."""
+        if hopeless(self._results.values()):
+            return Finished(f"none of {len(self._results)} candidates ran", budget_exhausted=False)
+        running = [trial.candidate.execution for trial in self._running.values()]
+        outlook = Outlook(self.space, self.objective, self._cost, self._priors, running)
+        open_ = self._open(outlook)
+        if not open_:
+            return self._finished("space exhausted")
+        found = outlook.prospects(open_, self.verifier)
+        paying = [prospect for prospect in found if prospect.pays(self.objective)]
+        for prospect in paying:
+            if self._affordable(prospect.execution, prospect.prediction):
+                return self._start(prospect.execution, "search", prospect.prediction)
+        for prospect in paying[:_FEW]:
+            self._unaffordable[prospect.identity] = prospect.execution, prospect.prediction
+        if self.objective.kind == "throughput":
+            return self._finished("nothing left is expected to be faster")
+        return self._finished("nothing left is expected to save more than it takes to measure")
+
+    def _ask_verification(self, end: Finished) -> Trial | Finished:
+        """Finalists and baseline again, one at a time, after the search's `end`."""
+        selection, baseline = self.selection(), self._results.get(self._baseline)
+        if self.verifier is None or selection is None or baseline is None:
+            return end
+        if self.verification is None:
+            self.verification = self.verifier.begin(selection, baseline, self._again, self._cost)
+        asked = self.verification.ask(self._seconds_left)
+        if isinstance(asked, Finished):
+            return Finished(f"{end.reason}; {asked.reason}", True) if asked.budget_exhausted else end
+        name = asked.record.execution_identity
+        prediction = self._cost.predict(asked.record.execution, warm=True)
+        candidate = again(self._candidates[name], asked.name)
+        self._running[name] = Trial(candidate, "verification", prediction, asked.protocol, asked.device)
+        return self._running[name]
+
+    def _open(self, outlook: Outlook) -> dict[str, dict[str, Any]]:
+        """Executions that may be measured, by identity."""
+        anchors = [record.execution for record in ranked(self._results.values())[:_FEW]]
+        reach = self._pool.around([*anchors, self.space.baseline], outlook.expected_rates, outlook.host_bound)
+        failed = [record for record in self._results.values() if record.fate == Fate.OUT_OF_MEMORY]
+        return {
+            name: execution
+            for name, execution in reach.items()
+            if name not in self._results and name not in self._running and out_of_memory(execution, failed) is None
+        }
+
+    def _affordable(self, execution: dict[str, Any], prediction: Prediction) -> bool:
+        return prediction.upper_seconds + self._reserve(execution) <= self._seconds_left
+
+    def _reserve(self, execution: dict[str, Any]) -> float:
+        """Seconds to keep for verification, should this execution or the present choice win."""
+        selection = self.selection()
+        finalists = [execution, *([selection.record.execution] if selection else [])]
+        return reserved_seconds(self.verifier, self._cost, finalists, self.space.baseline)
+
+    def _start(self, execution: dict[str, Any], stage: str, prediction: Prediction) -> Trial:
+        candidate = self._candidates.register(execution)
+        trial = Trial(candidate, stage, prediction)
+        self._running[candidate.execution_identity] = trial
+        return trial
+
+    # What is known
+
+    def _resume(self, record: TrialRecord) -> None:
+        name = record.execution_identity
+        self._candidates.keep(record.candidate, record.execution, name)
+        if name in self._results:  # the search measures nothing twice
+            if record.fate not in MEASURED_AGAIN:
+                self._again.append(record)
+            return
+        self._learn(record)
+        if record.fate not in MEASURED_AGAIN:
+            self._results[name] = record
+
+    def _learn(self, record: TrialRecord) -> None:
+        self._cost = replace(self._cost, records=(*self._cost.records, record))
+        self._selected = self.verification = None
+
+    def _status(self, candidate: Candidate) -> CandidateStatus:
         name = candidate.execution_identity
         if record := self._results.get(name):
-            if record.fate == Fate.COMPLETE and rate(record) is None:
-                reason = f"it reported {record.targets_per_second} targets/s, which cannot be compared"
-                return CandidateStatus(candidate, State.FINISHED, Fate.INVALID, reason, record)
-            return CandidateStatus(candidate, State.FINISHED, record.fate, record.reason, record)
-        if trial := self._running.get(name):
-            return CandidateStatus(candidate, State.RUNNING, prediction=trial.prediction)
-        if skip:
-            return CandidateStatus(candidate, State.SKIPPED, reason=skip)
-        if prediction := self._unaffordable.get(name):
+            return finished_status(candidate, record)
+        trial = self._running.get(name)
+        if trial is not None:
+            return running_status(trial)
+        prediction = self._cost.predict(candidate.execution)
+        if failed := out_of_memory(candidate.execution, self._results.values()):
+            return CandidateStatus(candidate, State.SKIPPED, reason=f"skipped: {failed.candidate} ran out of memory")
+        if name in self._unaffordable:
             reason = f"not started: it needs {self._need(name, prediction)}"
             return CandidateStatus(candidate, State.NOT_STARTED, reason=reason, prediction=prediction)
-        prediction = self._cost.predict(candidate.execution)
-        if identity(self.space.baseline) in self._unaffordable:
+        if self._baseline in self._unaffordable:
             reason = "not started: the baseline comes first, and did not fit"
             return CandidateStatus(candidate, State.NOT_STARTED, reason=reason, prediction=prediction)
         return CandidateStatus(candidate, State.PENDING, prediction=prediction)
 
-    def _stages(self) -> Iterator[Stage]:
-        """The plan as it stands, each execution in it registered as a candidate."""
-        for stage in staged_plan(self.space, self._results, self._running):
-            for step in stage.steps:
-                if step.identity not in self._candidates:
-                    self._candidates[step.identity] = make_candidate(self._free_number(), step.execution)
-            yield stage
-
-    def _free_number(self) -> int:
-        taken = {candidate_number(candidate.id) for candidate in self._candidates.values()}
-        return next(number for number in itertools.count(1) if number not in taken)
-
-    def _learn(self, record: TrialRecord) -> None:
-        self._cost = replace(self._cost, records=(*self._cost.records, record))
-
-    def _finished(self) -> Finished:
-        if not self._unaffordable:
-            return Finished("space exhausted", budget_exhausted=False)
-        name, cheapest = min(self._unaffordable.items(), key=lambda item: item[1].upper_seconds)
-        which = "the baseline" if identity(self.space.baseline) in self._unaffordable else "the next candidate"
-        return Finished(f"budget: {which} needs {self._need(name, cheapest)}", budget_exhausted=True)
+    def _finished(self, why: str) -> Finished:
+        if self._unaffordable:
+            name, (_, least) = min(self._unaffordable.items(), key=lambda item: item[1][1].upper_seconds)
+            why = f"budget: the next candidate needs {self._need(name, least)}"
+        spent = self.account()
+        return Finished(f"{why}; {spent}" if spent else why, budget_exhausted=bool(self._unaffordable))
 
     def _need(self, name: str, prediction: Prediction) -> str:
         left = max(0, math.floor(self._seconds_left))
-        if name == identity(self.space.baseline):
+        if name == self._baseline:
             return f"about {math.ceil(prediction.expected_seconds)} s and {left} s are left"
-        return f"up to {math.ceil(prediction.upper_seconds)} s and {left} s are left"
+        reserve = math.ceil(self._reserve(self.space.baseline))
+        kept = f", {reserve} s of them for verification" if reserve else ""
+        return f"up to {math.ceil(prediction.upper_seconds)} s and {left} s are left{kept}"

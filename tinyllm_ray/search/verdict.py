@@ -1,12 +1,16 @@
 """Which of the measured executions is the one to use, noise and ties considered."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from tinyllm_ray.records import Fate, TrialRecord
-from tinyllm_ray.search.cost import compilation
+from tinyllm_ray.records import TrialRecord
+from tinyllm_ray.search.kinds import compilation
+from tinyllm_ray.search.objective import Objective, StartsOf
+from tinyllm_ray.search.rates import noise_share, ranked, rate
+
+THROUGHPUT = Objective()
 
 START_NOISE_SECONDS, START_NOISE_SHARE = 1.0, 0.25
 """Starts this close count as equal: warm first updates of one mode differed by 0.8 s on a GH200 (2.8 to 3.6 s), cold
@@ -27,60 +31,62 @@ class Selection:
     """On one line, for people."""
 
 
-def rate(record: TrialRecord) -> float | None:
-    """Targets a second that can be compared; None where the trial measured none."""
-    value = record.targets_per_second
-    return value if value is not None and math.isfinite(value) and value > 0 else None
+def select(
+    records: Iterable[TrialRecord],
+    baseline: str | None = None,
+    objective: Objective = THROUGHPUT,
+    starts: StartsOf | None = None,
+    expected: Callable[[TrialRecord], float] | None = None,
+) -> Selection | None:
+    """The verdict among complete records: the best by `objective`, or one of those within its noise.
 
-
-def ranked(records: Iterable[TrialRecord]) -> list[TrialRecord]:
-    """The complete records that have a throughput, fastest first, equals in the order given."""
-    complete = [record for record in records if record.fate == Fate.COMPLETE and rate(record) is not None]
-    return sorted(complete, key=_rate, reverse=True)
-
-
-def fastest(records: Iterable[TrialRecord]) -> TrialRecord | None:
-    """The complete record with the highest median throughput, the earlier one of two equals."""
-    return next(iter(ranked(records)), None)
-
-
-def select(records: Iterable[TrialRecord], baseline: str | None = None) -> Selection | None:
-    """The verdict among complete records: the fastest, or one of those within its noise.
-
-    Records are a tie with the fastest when they differ from it by no more than the larger of the two half-ranges of
+    Records are a tie with the best when they differ from it by no more than the larger of the two half-ranges of
     windows. Of a tie the smallest start plus compilation wins, of equal starts the smallest memory, of equal memory
-    the baseline (its execution identity), which there is no reason to leave, else the fastest. Nothing that measured
-    slower than the baseline is taken: on a noisy machine a tie is wide.
+    the baseline (its execution identity), which there is no reason to leave, else the highest `expected` throughput,
+    which other records have a say in and luck has less, or without that the best measured. Nothing that measured worse
+    than the baseline is taken: on a noisy machine a tie is wide. `starts`, like `CostModel.starts`, is needed where the
+    objective counts seconds.
     """
     records = list(records)
     order = ranked(records)
     if not order:
         return None
+    values = {id(record): _value(record, objective, starts) for record in order}
+    order.sort(key=lambda record: values[id(record)])
     top = order[0]
-    tied = [record for record in order if _rate(top) - _rate(record) <= max(_half_range(top), _half_range(record))]
-    least = max((_rate(record) for record in order if record.execution_identity == baseline), default=0.0)
-    worthy = [record for record in tied if _rate(record) >= least]
-    chosen, quick, small = break_tie(worthy, records, baseline)
+    tied = [record for record in order if values[id(record)] - values[id(top)] <= _noise(top, record, objective)]
+    most = min((values[id(record)] for record in order if record.execution_identity == baseline), default=math.inf)
+    worthy = [record for record in tied if values[id(record)] <= most]
+    chosen, quick, small = break_tie(worthy, records, baseline, expected)
     others = tuple(record for record in tied if record is not chosen)
-    if not others:
-        why = _lead(chosen, order)
-    elif chosen is top and len(small) == len(tied):
-        why = "the fastest of them"
-    elif len(small) > 1 and chosen.execution_identity == baseline:
-        why = "the baseline, and nothing is shown to be faster"
-    elif len(small) > 1:
-        why = "the fastest of those that start as soon and need as little memory"
-    else:
-        why = "it starts sooner" if len(quick) == 1 else "it needs less memory"
-    return Selection(chosen, others, _reason(chosen, top, others, why))
+    why = _why(chosen, top, (tied, quick, small), baseline) if others else _lead(chosen, order, values, objective)
+    return Selection(chosen, others, _reason(chosen, top, others, why, objective))
+
+
+def _why(chosen: TrialRecord, top: TrialRecord, sieves: tuple[list[TrialRecord], ...], baseline: str | None) -> str:
+    """Why this one of a tie; `sieves` are what was left after each rule."""
+    tied, quick, small = sieves
+    if chosen is top and len(small) == len(tied):
+        return "the fastest of them"
+    if len(small) > 1 and chosen.execution_identity == baseline:
+        return "the baseline, and nothing is shown to be faster"
+    if chosen is small[0] and len(small) > 1:
+        return "the fastest of those that start as soon and need as little memory"
+    if len(small) > 1:
+        return "what its settings did in other candidates speaks for it"
+    return "it starts sooner" if len(quick) == 1 else "it needs less memory"
 
 
 def break_tie(
-    tied: list[TrialRecord], records: Iterable[TrialRecord], baseline: str | None
+    tied: list[TrialRecord],
+    records: Iterable[TrialRecord],
+    baseline: str | None,
+    expected: Callable[[TrialRecord], float] | None = None,
 ) -> tuple[TrialRecord, list[TrialRecord], list[TrialRecord]]:
     """Which of `tied` (the preferred first) to use, those that start as soon as any, and of these the small ones.
 
-    Starts are those that all `records` of the study show.
+    Starts are those that all `records` of the study show; of several that are left after both rules the one for which
+    `expected` gives most.
     """
     starts = start_seconds(records)
     soonest = min(starts[record.execution_identity] for record in tied)
@@ -88,7 +94,8 @@ def break_tie(
     quick = [record for record in tied if starts[record.execution_identity] <= limit]
     smallest = min(memory_bytes(record) for record in quick) * (1 + MEMORY_NOISE_SHARE)
     small = [record for record in quick if memory_bytes(record) <= smallest]
-    return next((record for record in small if record.execution_identity == baseline), small[0]), quick, small
+    likely = max(small, key=expected) if expected and len(small) > 1 else small[0]
+    return next((record for record in small if record.execution_identity == baseline), likely), quick, small
 
 
 def start_seconds(records: Iterable[TrialRecord]) -> dict[str, float]:
@@ -117,24 +124,40 @@ def memory_bytes(record: TrialRecord) -> float:
     return math.inf if known is None else float(known)
 
 
+def _value(record: TrialRecord, objective: Objective, starts: StartsOf | None) -> float:
+    if objective.kind == "throughput":
+        return -_rate(record)
+    assert starts is not None, "an objective in seconds needs to know what a start takes"
+    return objective.value(starts(record.execution), _rate(record))
+
+
+def _noise(one: TrialRecord, other: TrialRecord, objective: Objective) -> float:
+    return max(objective.noise(_rate(record), noise_share(record)) for record in (one, other))
+
+
 def _rate(record: TrialRecord) -> float:
     return rate(record) or 0.0
 
 
-def _half_range(record: TrialRecord) -> float:
-    """Targets a second; 0 where one window says nothing about noise."""
-    spread = record.spread
-    return spread * _rate(record) if spread is not None and math.isfinite(spread) else 0.0
-
-
-def _lead(chosen: TrialRecord, order: list[TrialRecord]) -> str:
+def _lead(chosen: TrialRecord, order: list[TrialRecord], values: dict[int, float], objective: Objective) -> str:
     if len(order) == 1:
         return "the only complete candidate"
-    return f"{_rate(chosen) / _rate(order[1]) - 1:.1%} ahead of {order[1].candidate}"
+    second = order[1]
+    if objective.kind == "throughput":
+        return f"{_rate(chosen) / _rate(second) - 1:.1%} ahead of {second.candidate}"
+    return f"{values[id(second)] - values[id(chosen)]:,.0f} s before {second.candidate}"
 
 
-def _reason(chosen: TrialRecord, top: TrialRecord, others: tuple[TrialRecord, ...], why: str) -> str:
+def _reason(
+    chosen: TrialRecord, top: TrialRecord, others: tuple[TrialRecord, ...], why: str, objective: Objective
+) -> str:
+    best = "fastest" if objective.kind == "throughput" else f"soonest done with {_planned(objective)}"
     if not others:
-        return f"fastest with {_rate(chosen):,.0f} targets/s, {why}"
+        return f"{best} with {_rate(chosen):,.0f} targets/s, {why}"
     names = ", ".join(record.candidate for record in others)
     return f"within the noise of {names} (highest {_rate(top):,.0f} targets/s); {why}"
+
+
+def _planned(objective: Objective) -> str:
+    runs = "1 run" if objective.runs == 1 else f"{objective.runs} runs"
+    return f"{runs} of {objective.tokens:,.0f} targets"

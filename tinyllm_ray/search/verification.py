@@ -14,8 +14,8 @@ from tinyllm_ray.records import Fate, Protocol, TrialRecord
 from tinyllm_ray.search.finalists import SUSTAINED_SECONDS, Predict, first_complete
 from tinyllm_ray.search.noise import Spread, device_name
 from tinyllm_ray.search.pairs import CAUTIOUS_SPREAD, LEAST_PAIRS, MOST_PAIRS, Pair
+from tinyllm_ray.search.rates import rate
 from tinyllm_ray.search.rounds import Round, noise_of, side_of, whole_rounds
-from tinyllm_ray.search.verdict import rate
 from tinyllm_ray.search.verified import Evidence, Verified, conclude
 
 WINDOW_SHARE = 0.7

@@ -1,4 +1,4 @@
-"""The staged order: which executions to try next, given the results so far.
+"""The reference system's staged order, a rival in the replay: which executions to try next, given the results so far.
 
 Baseline, the eager row beside it, kinds of update over micro-batch sizes, SDPA backends for the best two sizes, then
 compile modes, CPU threads and every other factor for the best. The whole plan is computed from the results each time,
@@ -13,7 +13,7 @@ from tinyllm_ray.config import identity
 from tinyllm_ray.execution import HOST_KEYS
 from tinyllm_ray.records import Fate, TrialRecord
 from tinyllm_ray.search.fitting import FittedSpace
-from tinyllm_ray.search.verdict import ranked, rate
+from tinyllm_ray.search.rates import ranked, rate
 
 SLOWER_SIZES_END = 0.10
 """A size this much slower than the next larger one ends its kind: throughput over sizes has one peak."""

@@ -1,0 +1,149 @@
+"""Records the table that `replay.py --table` plays: what every execution of interest does on this machine.
+
+    python tests/benchmarks/record_table.py --out h200_table.jsonl --limit-seconds 1500
+    python tests/benchmarks/replay.py --table h200_table.jsonl
+
+20m at 32,768 tokens an update on a GPU: the baseline; micro-batches 32 to 4 x eager, default, reduce-overhead and
+graph x cudnn, flash and efficient; kernel settings one at a time and together at the best three rows; max-autotune.
+The first row of each kind is run twice, for what a first update takes with its compilation cached. A record a line, in
+the form of a study's trials.jsonl, written as it comes; started again with the same --out it goes on where it stopped.
+Nothing is started that would not end within --limit-seconds.
+
+    python tests/benchmarks/record_table.py --device cpu --preset nano --updates 2 --limit-seconds 120 --out nano.jsonl
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tinyllm_ray.config import Config, identity, load
+from tinyllm_ray.data.cache import open_cache
+from tinyllm_ray.data.prepare import default_cache
+from tinyllm_ray.execution import ExecutionConfig, needs_gpu
+from tinyllm_ray.measure.environment import collect_environment, source_identity
+from tinyllm_ray.records import Fate, Protocol, TrialRecord, read_records
+from tinyllm_ray.search.candidate import make_candidate
+from tinyllm_ray.search.cost import CostModel
+from tinyllm_ray.search.kinds import kind_of
+from tinyllm_ray.search.rates import ranked
+from tinyllm_ray.train.launcher import Launcher
+
+SIZES = (32, 16, 8, 4)
+KINDS: tuple[dict[str, Any], ...] = (
+    {"update": "compiled", "compile_mode": "default"},
+    {"update": "graph", "compile_mode": "default"},
+    {"update": "compiled", "compile_mode": "reduce-overhead"},
+    {"update": "eager"},
+)
+BACKENDS = ("cudnn", "flash", "efficient")
+TRITON = ("loss_kernel", "norm_kernel", "rotary_kernel", "activation_kernel", "optimizer_kernel")
+KERNELS: tuple[dict[str, Any], ...] = (*({key: "triton"} for key in TRITON), {"residual_dtype": "bfloat16"})
+BEST_ROWS = 3
+LONGEST_SECONDS = 400.0
+"""Of one row: max-autotune compiles for 130 s."""
+
+
+def plan(config: Config, device: str, records: list[TrialRecord]) -> Iterator[tuple[dict[str, Any], int]]:
+    """Executions in the order of their worth, each with how often it is run; later ones depend on earlier rows."""
+    backends = BACKENDS if device == "cuda" else ("auto", "math")
+    baseline = {"micro_batch_size": min(32, config.rows_per_model), "sdpa_backend": "auto", **KINDS[0]}
+    grid = [
+        {"micro_batch_size": size, "sdpa_backend": backend, **kind}
+        for size in SIZES
+        if config.rows_per_model % size == 0
+        for kind in KINDS
+        for backend in backends
+    ]
+    seen: set[str] = set()
+    first_part = [settled for settings in (baseline, *grid) if (settled := settle(settings, device))]
+    for execution in first_part:
+        yield execution, 1 if kind_of(execution) in seen else 2
+        seen.add(kind_of(execution))
+    of_grid = {identity(execution) for execution in first_part}
+    for record in ranked(record for record in records if record.execution_identity in of_grid)[:BEST_ROWS]:
+        together = {key: value for kernel in KERNELS for key, value in kernel.items()}
+        for kernels in (together, *KERNELS):
+            if settled := settle({**record.execution, **kernels}, device):
+                yield settled, 1
+    for backend in backends:
+        slow = {"micro_batch_size": baseline["micro_batch_size"], "sdpa_backend": backend, "update": "compiled"}
+        if settled := settle({**slow, "compile_mode": "max-autotune"}, device):
+            yield settled, 1
+
+
+def settle(settings: dict[str, Any], device: str) -> dict[str, Any] | None:
+    """A whole execution; None where this device cannot run it."""
+    threads = {"cpu_threads": 8 if device == "cuda" else 2}
+    execution = ExecutionConfig.model_validate({**threads, **settings}).model_dump(mode="json")
+    refused = device == "cpu" and any(needs_gpu(key, value) for key, value in execution.items())
+    return None if refused else execution
+
+
+def upcoming(config: Config, device: str, records: list[TrialRecord]) -> dict[str, Any] | None:
+    """The first execution of the plan that has not been run as often as it should."""
+    done = Counter(record.execution_identity for record in records)
+    return next((one for one, times in plan(config, device, records) if done[identity(one)] < times), None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--out", type=Path, required=True, help="records, a JSON line each; gone on with where it exists"
+    )
+    parser.add_argument("--limit-seconds", type=float, default=1500.0)
+    parser.add_argument("--preset", default="20m-32k")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--updates", type=int, default=50, help="updates a window; there are three")
+    parser.add_argument("--data-mode", choices=("real", "synthetic"), default="real")
+    options = parser.parse_args()
+    began, config = time.monotonic(), load(options.preset)
+    protocol = Protocol(data_mode=options.data_mode, updates_per_window=options.updates)
+    if options.device == "cpu":
+        protocol = protocol.model_copy(update={"warmup_updates": 2})
+    records = read_records(options.out) if options.out.exists() else []
+    cache = open_cache(default_cache()) if options.data_mode == "real" else None
+    work, folder = config.model.parameters * config.targets_per_update, Path(tempfile.mkdtemp())
+    source = source_identity()
+    with Launcher(
+        folder, str(folder / "compile"), collect_environment, {"sha256": source.sha256, "dirty": source.dirty}
+    ) as launcher:
+        while execution := upcoming(config, options.device, records):
+            cost = CostModel(options.device, work, protocol, tuple(records)).predict(execution)
+            left = options.limit_seconds - (time.monotonic() - began)
+            candidate = make_candidate(len(records) + 1, execution)
+            if cost.upper_seconds > left:
+                print(f"{left:.0f} s are left, {candidate.label} needs up to {cost.upper_seconds:.0f} s: run it again")
+                return
+            record = launcher.run(
+                {
+                    "study": "record_table",
+                    "candidate": candidate.id,
+                    "label": candidate.label,
+                    "config": config.with_execution(execution).model_dump(mode="json"),
+                    "protocol": protocol.model_dump(),
+                    "cache": str(cache.folder) if cache else None,
+                    "cache_identity": cache.identity if cache else None,
+                    "configuration": None,
+                    "limit_seconds": min(left, LONGEST_SECONDS),
+                }
+            )
+            if record.fate == Fate.TIMED_OUT and left < LONGEST_SECONDS:
+                print(f"{candidate.label} did not end within what was left: run it again")
+                return
+            # The environment is the same in every line; the first says it.
+            record = record.model_copy(update={"environment": {} if records else record.environment})
+            records.append(record)
+            with options.out.open("a") as file:
+                file.write(record.model_dump_json() + "\n")
+            shown = record.targets_per_second or 0.0
+            print(f"{candidate.label}: {record.fate} {shown:,.0f} targets/s, {json.dumps(record.seconds.model_dump())}")
+    print(f"the table is complete: {len(records)} records")
+
+
+if __name__ == "__main__":
+    main()
