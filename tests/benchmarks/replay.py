@@ -27,10 +27,11 @@ from replay_rivals import Rival, rivals
 from replay_tables import gh200, h200, recorded
 
 from tinyllm_ray.records import Fate, Protocol
+from tinyllm_ray.search.answers import Trial
 from tinyllm_ray.search.objective import Objective
 from tinyllm_ray.search.priors import Priors
 from tinyllm_ray.search.rates import rate
-from tinyllm_ray.search.study import Study, Trial
+from tinyllm_ray.search.study import Study
 from tinyllm_ray.search.verifier import InterleavedPairs
 
 BUDGET_SECONDS = 2700.0

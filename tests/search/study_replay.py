@@ -8,10 +8,11 @@ from typing import Any
 
 from tinyllm_ray.config import Config, load
 from tinyllm_ray.records import Fate, Memory, Seconds, TrialRecord, Window
+from tinyllm_ray.search.answers import Finished, Trial, Wait
 from tinyllm_ray.search.candidate import Candidate
 from tinyllm_ray.search.fitting import DeviceKind, FittedSpace, fit_space
 from tinyllm_ray.search.space import Space
-from tinyllm_ray.search.study import Finished, Study, Trial, Wait
+from tinyllm_ray.search.study import Study
 
 # One GH200, 20m at 32,768 tokens an update, 20 + 3 x 100 updates:
 # settings: (targets/s of the windows), first update seconds, all warm-up seconds.
@@ -190,6 +191,8 @@ def replay(
         if isinstance(answer, Trial):
             done.trials.append(answer)
             result = outcome(answer)
+            if answer.stage == "verification":
+                result = result.model_copy(update={"purpose": "verification", "round": answer.round})
             heapq.heappush(running, (done.elapsed + seconds(answer, result), len(done.trials), result))
         elif isinstance(answer, Wait):
             done.elapsed, _, result = heapq.heappop(running)

@@ -12,13 +12,14 @@ from test_fitting import space, spaces
 from tinyllm_ray.config import identity, load
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.records import Device, Fate, KernelTime, Protocol, TrialRecord
+from tinyllm_ray.search.answers import Finished, State, Trial, Wait
 from tinyllm_ray.search.fitting import FittedSpace, fit_space
 from tinyllm_ray.search.objective import Objective
 from tinyllm_ray.search.outlook import Outlook
 from tinyllm_ray.search.priors import Priors
 from tinyllm_ray.search.ruled_out import HOPELESS_TRIALS, out_of_memory
 from tinyllm_ray.search.space import Space, load_space
-from tinyllm_ray.search.study import MEASURED_AGAIN, Finished, State, Study, Trial, Wait
+from tinyllm_ray.search.study import MEASURED_AGAIN, Study
 from tinyllm_ray.search.verifier import InterleavedPairs
 
 RECIPE = 408_070_400
@@ -332,7 +333,7 @@ def test_the_choice_and_the_baseline_are_measured_again_in_turned_pairs() -> Non
 
 def test_a_baseline_that_stays_needs_no_verification() -> None:
     done = replay(study(objective=ONCE, verifier=InterleavedPairs()))
-    assert done.study.measured_again == ()
+    assert done.study.measured_again == []
 
 
 @pytest.mark.parametrize("length", [0, 1, 4, 9, 17, 24, 28])

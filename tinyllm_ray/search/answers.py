@@ -21,6 +21,8 @@ class Trial:
     """The study's where None."""
     device: str | None = None
     """Where it has to run; anywhere where None."""
+    round: int | None = None
+    """Of a verification."""
 
 
 @dataclass(frozen=True)

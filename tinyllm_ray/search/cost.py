@@ -115,12 +115,12 @@ class CostModel:
     def predict(self, execution: Mapping[str, Any], *, warm: bool = False) -> Prediction:
         """Seconds of a candidate with these settings, all defaults settled; `warm`: its compilation is cached."""
         update = self._update(execution)
-        in_windows = self.protocol.windows * self.protocol.updates_per_window
+        longest = self.protocol.longest_seconds
         return Prediction(
             start=self._start,
             compile=self._first_update(execution, update, warm),
             warmup=_times(update, self.protocol.warmup_updates - 1),
-            windows=_times(update, in_windows),
+            windows=Estimate(longest(update.expected), longest(update.upper)),
             rest=self._rest,
         )
 
@@ -258,6 +258,8 @@ def _rest_seconds(record: TrialRecord) -> float | None:
     seconds = record.seconds
     if record.fate != Fate.COMPLETE or seconds.total is None:
         return None
+    if record.proof and record.proof.parity:
+        return None  # the reference's updates, which only the baseline's proof and verification's take
     return seconds.total - sum(
         part or 0.0 for part in (seconds.start, seconds.compile, seconds.warmup, seconds.windows)
     )

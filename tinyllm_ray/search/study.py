@@ -2,8 +2,7 @@
 
 The baseline first, the eager row as a cheap control, then whatever is expected to save most per second of measuring, as
 long as it saves more than it costs; last, where a verifier is given, finalists and baseline again. Pure: it has no
-clock, starts nothing and reads nothing. The same records and the same seconds left give the same answers, so that a
-whole study replays in seconds and a broken one goes on from its records.
+clock and starts nothing. The same records and seconds left give the same answers, so that a broken study goes on.
 """
 
 import math
@@ -34,9 +33,8 @@ from tinyllm_ray.search.priors import Priors
 from tinyllm_ray.search.rates import fastest, ranked
 from tinyllm_ray.search.ruled_out import hopeless, out_of_memory
 from tinyllm_ray.search.verdict import THROUGHPUT, Selection, select
+from tinyllm_ray.search.verified import Verified
 from tinyllm_ray.search.verifier import Verification, Verifier, reserved_seconds
-
-__all__ = ["MEASURED_AGAIN", "CandidateStatus", "Finished", "State", "Study", "Trial", "Wait"]
 
 MEASURED_AGAIN = frozenset({Fate.TIMED_OUT, Fate.LOST})
 """Fates that say nothing about a candidate once the study is resumed: with more time, on a sound node, it may do."""
@@ -66,8 +64,8 @@ class Study:
         self._pool = Pool(space)
         self._candidates = Candidates()
         self._results: dict[str, TrialRecord] = {}
-        self._again: list[TrialRecord] = []
-        """Verification's records. The search does not learn from them, so that it stays over once it is."""
+        self.measured_again: list[TrialRecord] = []
+        """Verification's records, oldest first; the search learns nothing from them, so it stays over once it is."""
         self.verification: Verification | None = None
         """The one that has begun, with what it found."""
         self._running: dict[str, Trial] = {}
@@ -104,7 +102,7 @@ class Study:
         assert trial is not None, f"{record.candidate} ({record.execution_identity}) was told but is not running"
         if trial.stage == "verification":
             assert self.verification is not None
-            self._again.append(record)
+            self.measured_again.append(record)
             self.verification.tell(record)
         else:
             self._learn(record)
@@ -115,13 +113,17 @@ class Study:
         """The fastest complete record so far, noise not considered."""
         return fastest(self._results.values())
 
-    @property
-    def measured_again(self) -> tuple[TrialRecord, ...]:
-        """The records of verification, oldest first."""
-        return tuple(self._again)
-
     def selection(self) -> Selection | None:
-        """The verdict so far; None while nothing is complete."""
+        """The verdict so far: verification's where it has one, else the search's; None while nothing is complete."""
+        verified = self.verified()
+        return self._choice() if verified is None else Selection(verified.selected, verified.ties, verified.reason)
+
+    def verified(self) -> Verified | None:
+        """What pairs of fresh processes say, which the search's own figures cannot; None while they say nothing."""
+        return self.verification.outcome() if self.verification is not None else None
+
+    def _choice(self) -> Selection | None:
+        """The search's."""
         if self._selected is None:
             outlook = Outlook(self.space, self.objective, self._cost, self._priors)
             results = self._results.values()
@@ -139,13 +141,13 @@ class Study:
         if selection is None or baseline is None:
             return None
         return account(
-            [*self._cost.records, *self._again], baseline, selection.record, self.objective, self._cost.starts
+            [*self._cost.records, *self.measured_again], baseline, selection.record, self.objective, self._cost.starts
         )
 
     def candidates(self) -> list[CandidateStatus]:
         """Every candidate the study knows by now, in the order of their numbers; last, what did not fit the budget."""
         statuses = [self._status(candidate) for candidate in self._candidates.in_order()]
-        for record in self._again:
+        for record in self.measured_again:
             candidate = again(self._candidates[record.execution_identity], record.candidate)
             statuses.append(finished_status(candidate, record))
         statuses += [running_status(trial) for trial in self._running.values() if trial.stage == "verification"]
@@ -209,18 +211,18 @@ class Study:
 
     def _ask_verification(self, end: Finished) -> Trial | Finished:
         """Finalists and baseline again, one at a time, after the search's `end`."""
-        selection, baseline = self.selection(), self._results.get(self._baseline)
+        selection, baseline = self._choice(), self._results.get(self._baseline)
         if self.verifier is None or selection is None or baseline is None:
             return end
         if self.verification is None:
-            self.verification = self.verifier.begin(selection, baseline, self._again, self._cost)
+            self.verification = self.verifier.begin(selection, baseline, self.measured_again, self._cost)
         asked = self.verification.ask(self._seconds_left)
         if isinstance(asked, Finished):
             return Finished(f"{end.reason}; {asked.reason}", True) if asked.budget_exhausted else end
         name = asked.record.execution_identity
         prediction = self._cost.predict(asked.record.execution, warm=True)
         candidate = again(self._candidates[name], asked.name)
-        self._running[name] = Trial(candidate, "verification", prediction, asked.protocol, asked.device)
+        self._running[name] = Trial(candidate, "verification", prediction, asked.protocol, asked.device, asked.round)
         return self._running[name]
 
     def _open(self, outlook: Outlook) -> dict[str, dict[str, Any]]:
@@ -239,7 +241,7 @@ class Study:
 
     def _reserve(self, execution: dict[str, Any]) -> float:
         """Seconds to keep for verification, should this execution or the present choice win."""
-        selection = self.selection()
+        selection = self._choice()
         finalists = [execution, *([selection.record.execution] if selection else [])]
         return reserved_seconds(self.verifier, self._cost, finalists, self.space.baseline)
 
@@ -253,11 +255,10 @@ class Study:
 
     def _resume(self, record: TrialRecord) -> None:
         name = record.execution_identity
-        self._candidates.keep(record.candidate, record.execution, name)
-        if name in self._results:  # the search measures nothing twice
-            if record.fate not in MEASURED_AGAIN:
-                self._again.append(record)
+        if record.purpose == "verification":
+            self.measured_again.append(record)
             return
+        self._candidates.keep(record.candidate, record.execution, name)
         self._learn(record)
         if record.fate not in MEASURED_AGAIN:
             self._results[name] = record

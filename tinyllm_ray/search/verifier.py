@@ -10,6 +10,7 @@ from tinyllm_ray.records import TrialRecord
 from tinyllm_ray.search.answers import Finished
 from tinyllm_ray.search.cost import CostModel
 from tinyllm_ray.search.verdict import Selection
+from tinyllm_ray.search.verified import Verified
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Again:
     """The study's where None."""
     device: str | None = None
     """Where it has to run; anywhere where None."""
+    round: int | None = None
+    """Which of the rounds it belongs to, where there are rounds."""
 
 
 class Verification(Protocol):
@@ -35,6 +38,10 @@ class Verification(Protocol):
 
     def tell(self, record: TrialRecord) -> None:
         """Take the record of the process asked for last."""
+        ...
+
+    def outcome(self) -> Verified | None:
+        """The verdict so far; None while there is none."""
         ...
 
 
@@ -99,6 +106,9 @@ class _Pairs:
 
     def tell(self, record: TrialRecord) -> None:
         self.records.append(record)
+
+    def outcome(self) -> Verified | None:
+        return None  # the search's choice stands
 
     def _next(self) -> TrialRecord | None:
         if self.selected.execution_identity == self.baseline.execution_identity:

@@ -13,8 +13,9 @@ from tinyllm_ray.config import Config, identity
 from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.measure.environment import source_identity
 from tinyllm_ray.records import Fate, TrialRecord
+from tinyllm_ray.search.answers import CandidateStatus, Finished, State, Trial
 from tinyllm_ray.search.judgement import judged
-from tinyllm_ray.search.study import CandidateStatus, Finished, State, Study, Trial
+from tinyllm_ray.search.study import Study
 from tinyllm_ray.train.outcome import RunningCandidate, build_record
 from tinyllm_ray.train.recipe import learning_rate_sum
 from tinyllm_ray.train.trial import TrialRequest

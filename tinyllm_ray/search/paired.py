@@ -1,0 +1,71 @@
+"""How a study verifies: the rounds of `verification`, kept time for where they fit into a share of the budget."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tinyllm_ray.records import Protocol, TrialRecord
+from tinyllm_ray.search.answers import Finished
+from tinyllm_ray.search.cost import CostModel
+from tinyllm_ray.search.finalists import choose_finalists
+from tinyllm_ray.search.noise import spread_of
+from tinyllm_ray.search.pairs import CAUTIOUS_SPREAD, LEAST_PAIRS
+from tinyllm_ray.search.verdict import Selection
+from tinyllm_ray.search.verification import Run, Verification
+from tinyllm_ray.search.verified import Verified
+from tinyllm_ray.search.verifier import Again
+
+RESERVED_SHARE = 0.4
+"""Of a budget, at most, for verification: a budget that three pairs would take most of is better spent on searching."""
+
+
+@dataclass(frozen=True)
+class PairedVerifier:
+    """A `Verifier`: three interleaved pairs of fresh processes and more while a comparison is open."""
+
+    protocol: Protocol
+    most_seconds: float
+    """Seconds to keep for it at most; where it needs more it has what the search leaves."""
+
+    def seconds(self, cost: CostModel, one: Mapping[str, Any], baseline: Mapping[str, Any]) -> float:
+        """Expected seconds of three pairs; 0 where they take too much of the budget to be kept time for."""
+        both = [cost.predict(execution, warm=True).expected_seconds for execution in (one, baseline)]
+        needed = LEAST_PAIRS * sum(both)
+        return needed if needed <= self.most_seconds else 0.0
+
+    def begin(
+        self, selection: Selection, baseline: TrialRecord, earlier: Sequence[TrialRecord], cost: CostModel
+    ) -> "Rounds":
+        """Verify the search's choice and what cannot be told from it."""
+
+        def predict(execution: Mapping[str, Any], protocol: Protocol) -> float:
+            return replace(cost, protocol=protocol).predict(execution, warm=True).upper_seconds
+
+        records = [*cost.records, *earlier]
+        spread = spread_of(records, CAUTIOUS_SPREAD)
+        name = baseline.execution_identity
+        close = choose_finalists(cost.records, name, spread)
+        finalists = dict.fromkeys([selection.record.execution_identity, *close])
+        return Rounds(Verification(records, name, list(finalists), predict, self.protocol, spread))
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """A verification in the study's words."""
+
+    verification: Verification
+
+    def ask(self, remaining_seconds: float) -> Again | Finished:
+        """The process to start next, or that it is over and why."""
+        answer = self.verification.ask(remaining_seconds)
+        if isinstance(answer, Run):
+            return Again(answer.candidate, answer.name, answer.protocol, answer.device, answer.round)
+        return Finished(answer.reason, answer.budget_exhausted)
+
+    def tell(self, record: TrialRecord) -> None:
+        """Take the record of the process asked for last."""
+        self.verification.tell(record)
+
+    def outcome(self) -> Verified | None:
+        """The verdict so far; None before a finalist and the baseline have been measured side by side."""
+        return self.verification.outcome()
