@@ -384,7 +384,7 @@ def test_a_complete_record_without_a_number_is_shown_as_invalid() -> None:
     status = asked.baseline()
     assert (status.state, status.fate) == (State.FINISHED, Fate.INVALID)
     assert status.reason == "it reported None targets/s, which cannot be compared"
-    assert asked.incumbent is None
+    assert asked.incumbent() is None
 
 
 def test_a_record_of_no_running_trial_is_a_bug() -> None:

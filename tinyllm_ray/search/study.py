@@ -1,8 +1,8 @@
 """The study: says which candidate to measure next (ask), takes its record (tell), and knows the verdict.
 
-The baseline first, the eager row as a cheap control, then whatever is expected to save most per second of measuring, as
-long as it saves more than it costs; last, where a verifier is given, finalists and baseline again. Pure: it has no
-clock and starts nothing. The same records and seconds left give the same answers, so that a broken study goes on.
+The baseline first, the eager row as a cheap control, then what is expected to save most per second of measuring, while
+that pays; last, where a verifier is given, finalists and baseline again. Pure: without a clock, it starts nothing, and
+the same records and seconds left give the same answers, so that a broken study goes on.
 """
 
 import math
@@ -66,8 +66,7 @@ class Study:
         self._results: dict[str, TrialRecord] = {}
         self.measured_again: list[TrialRecord] = []
         """Verification's records, oldest first; the search learns nothing from them, so it stays over once it is."""
-        self.verification: Verification | None = None
-        """The one that has begun, with what it found."""
+        self.verification: Verification | None = None  # the one that has begun
         self._running: dict[str, Trial] = {}
         self._unaffordable: dict[str, tuple[dict[str, Any], Prediction]] = {}
         """By identity, at the last ask."""
@@ -108,7 +107,6 @@ class Study:
             self._learn(record)
             self._results[record.execution_identity] = record
 
-    @property
     def incumbent(self) -> TrialRecord | None:
         """The fastest complete record so far, noise not considered."""
         return fastest(self._results.values())
@@ -218,9 +216,10 @@ class Study:
             self.verification = self.verifier.begin(selection, baseline, self.measured_again, self._cost)
         asked = self.verification.ask(self._seconds_left)
         if isinstance(asked, Finished):
-            return Finished(f"{end.reason}; {asked.reason}", True) if asked.budget_exhausted else end
+            return replace(end, reason=f"{end.reason}; {asked.reason}") if asked.budget_exhausted else end
         name = asked.record.execution_identity
-        prediction = self._cost.predict(asked.record.execution, warm=True)
+        cost = replace(self._cost, protocol=asked.protocol or self.protocol)
+        prediction = cost.predict(asked.record.execution, warm=True)
         candidate = again(self._candidates[name], asked.name)
         self._running[name] = Trial(candidate, "verification", prediction, asked.protocol, asked.device, asked.round)
         return self._running[name]

@@ -68,6 +68,19 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--space", help="what may vary: execution, packed, smoke, or a YAML file (default: what fits the machine)"
     )
+    parser.add_argument(
+        "--runs",
+        type=int,
+        default=100,
+        metavar="N",
+        help="trainings planned with the answer; the search ends when it costs more than they save (default: 100)",
+    )
+    parser.add_argument(
+        "--objective",
+        choices=("training", "throughput"),
+        default="training",
+        help="least seconds for the planned trainings, starts included, or most targets a second (default: training)",
+    )
     parser.add_argument("--out", type=Path, help="folder of the study (default: studies/ and the time)")
     parser.add_argument("--resume", action="store_true", help="go on with the study in --out")
     parser.add_argument("--address", help="Ray cluster to join (default: $RAY_ADDRESS, else a local one is started)")
@@ -93,6 +106,8 @@ def _request(options: argparse.Namespace, budget: float, age: float) -> dict[str
         "overrides": options.set,
         "space": options.space,
         "protocol": protocol,
+        "objective": options.objective,
+        "runs": options.runs,
         "out": str(options.out or Path("studies") / time.strftime("%Y%m%d-%H%M%S")),
         "resume": options.resume,
         "address": options.address or os.environ.get("RAY_ADDRESS") or None,

@@ -12,9 +12,11 @@ from tinyllm_ray.clock import Deadline
 from tinyllm_ray.config import Config, identity
 from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.measure.environment import source_identity
-from tinyllm_ray.records import Fate, TrialRecord
+from tinyllm_ray.measure.need import Bar
+from tinyllm_ray.records import Fate, Protocol, TrialRecord
 from tinyllm_ray.search.answers import CandidateStatus, Finished, State, Trial
 from tinyllm_ray.search.judgement import judged
+from tinyllm_ray.search.noise import bar_of, spread_of
 from tinyllm_ray.search.study import Study
 from tinyllm_ray.train.outcome import RunningCandidate, build_record
 from tinyllm_ray.train.recipe import learning_rate_sum
@@ -158,13 +160,17 @@ class StudyDriver:
         config = self._config.with_execution(candidate.execution)
         path = Path("candidates") / f"{candidate.id}.yaml"
         journal.write_atomically(self._out / path, config.to_yaml().encode())
+        protocol = trial.protocol or self.study.protocol
         limit = max(_LEAST_LIMIT_SECONDS, _LIMIT_OVER_UPPER * trial.prediction.upper_seconds)
         request = TrialRequest(
             study=self._study_id,
             candidate=candidate.id,
             label=candidate.label,
             config=config.model_dump(mode="json"),
-            protocol=self.study.protocol,
+            protocol=protocol,
+            purpose="verification" if trial.stage == "verification" else "search",
+            round=trial.round,
+            bar=self._bar(trial, protocol),
             cache=str(self._cache.folder) if self._cache else None,
             cache_identity=self._cache.identity if self._cache else None,
             configuration=str(path),
@@ -172,6 +178,12 @@ class StudyDriver:
             limit_seconds=min(limit, left),
         )
         return request.model_dump(mode="json")
+
+    def _bar(self, trial: Trial, protocol: Protocol) -> Bar:
+        """What the candidate has to be able to reach; nothing for what others are compared with."""
+        if trial.stage != "search" or protocol.version != "adaptive":
+            return Bar()
+        return bar_of(self.study.incumbent(), spread_of(self._records))
 
     def _row(self, status: CandidateStatus, base: float | None) -> Row:
         record = status.record

@@ -55,30 +55,72 @@ class Report:
             "baseline": _figures(study.baseline().record, study),
             "eager": _figures(study.eager_row().record, study),
             "selected": _figures(selection.record, study) if selection else None,
+            "speedup": speedup(study),
             "verdict": selection.reason if selection else None,
+            "objective": asdict(study.objective),
+            "account": asdict(account) if (account := study.account()) else None,
+            "winners": [
+                {"tokens": winner.tokens, "candidate": winner.record.candidate, "seconds": winner.seconds}
+                for winner in study.winners()
+            ],
+            "verification": _verification(study),
             "ties": [record.candidate for record in selection.ties] if selection else [],
             "candidates": [asdict(row) for row in driver.rows()],
         }
 
 
+def speedup(study: Study) -> dict[str, Any] | None:
+    """Throughput of the selected execution over the baseline's, and how well that is known; None without either."""
+    selection, verified = study.selection(), study.verified()
+    if selection is None:
+        return None
+    if verified is not None and verified.speedup is not None:
+        return {**asdict(verified.speedup), "verified": True}
+    ratio = _ratio(selection.record, study.baseline().record)
+    return None if ratio is None else {"ratio": ratio, "verified": False}
+
+
 def closing_lines(driver: StudyDriver, out: Path) -> list[str]:
     """What the study came to, and the command that goes on from there."""
     out = shortest_path(out)
-    selection, baseline = driver.study.selection(), driver.study.baseline().record
+    selection = driver.study.selection()
     lines = [f"ended: {driver.end}"] if driver.end else []
     if selection is None:
         return [*lines, f"no candidate gave a figure that can be believed; {out / SUMMARY} says what happened to each"]
     best = selection.record
     label = driver.row(best.candidate).label
-    ratio = _ratio(best, baseline)
-    lines.append(
-        f"selected {label}: {best.targets_per_second:,.0f} targets/s"
-        + ("" if ratio is None else f", {ratio:.2f}x the baseline")
-    )
+    lines.append(f"selected {label}: {best.targets_per_second:,.0f} targets/s{_beside_baseline(driver.study)}")
     lines.append(f"verdict: {selection.reason}")
     selected, run = (shlex.quote(str(out / name)) for name in (SELECTED, "run"))
     lines.append(f"next: python -m tinyllm_ray.train --config {selected} --out {run}")
     return lines
+
+
+def _beside_baseline(study: Study) -> str:
+    found = speedup(study)
+    if found is None:
+        return ""
+    if found["verified"]:
+        return (
+            f", {found['ratio']:.3f}x the baseline ({found['low']:.3f} to {found['high']:.3f} with 90%, "
+            f"{found['pairs']} pairs of processes)"
+        )
+    return f", {found['ratio']:.2f}x the baseline in the search, not verified"
+
+
+def _verification(study: Study) -> dict[str, Any] | None:
+    verified = study.verified()
+    if verified is None:
+        return None
+    return {
+        "selected": verified.selected.candidate,
+        "verdicts": {name: asdict(verdict) for name, verdict in verified.verdicts.items()},
+        "ties": [record.candidate for record in verified.ties],
+        "sustained_targets_per_second": verified.sustained_targets_per_second,
+        "baseline_sustained_targets_per_second": verified.baseline_sustained_targets_per_second,
+        "load_disagrees": verified.load_disagrees,
+        "reason": verified.reason,
+    }
 
 
 def shortest_path(path: Path) -> Path:

@@ -10,8 +10,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from tinyllm_ray.config import Config, load, validate
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.records import Protocol
+from tinyllm_ray.search.objective import Objective, ObjectiveKind
 from tinyllm_ray.search.space import Space, load_space, parse_space
 from tinyllm_ray.validation import explain
+
+PLANNED_RUNS = 100
+"""Recipes that are tuned are run many times: sweeps over rates and seeds take dozens to hundreds of trainings."""
 
 
 class StudyRequest(BaseModel):
@@ -35,10 +39,19 @@ class StudyRequest(BaseModel):
     """A space's name, a YAML file's path or a whole space."""
     protocol: dict[str, Any] = {}
     """Fields of the protocol that replace the space's."""
+    objective: ObjectiveKind = "training"
+    """training: the seconds that all planned trainings take; throughput: targets a second, whatever a start takes."""
+    runs: int = PLANNED_RUNS
+    """Trainings planned with the answer: the search goes on while it saves more over them than it costs."""
     out: str
     resume: bool = False
     address: str | None = None
     """A Ray cluster to join."""
+
+    def objective_of(self, config: Config) -> Objective:
+        """What a study of this recipe is after."""
+        apart = 1 if config.packing.mixed else config.packing.models
+        return Objective(self.objective, float(config.token_budget) * apart, self.runs)
 
 
 @dataclass(frozen=True)
@@ -78,6 +91,8 @@ def check_request(request: StudyRequest) -> Asked:
     else:
         checked = None if space is None else load_space(space)
     _check_protocol(request.protocol)
+    if request.runs < 1:
+        raise ConfigError(f"--runs: {request.runs} is no number of trainings; give 1 or more")
     if config is not None and config.data.cache is not None:
         # Trials run in folders of their own, so the path has to hold from anywhere.
         folder = Path(config.data.cache).expanduser().resolve()

@@ -16,7 +16,9 @@ from tinyllm_ray.clock import Deadline
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache, open_cache
 from tinyllm_ray.measure.environment import usable_cores
+from tinyllm_ray.records import Protocol
 from tinyllm_ray.search.fitting import FittedSpace, fit_space
+from tinyllm_ray.search.paired import RESERVED_SHARE, PairedVerifier
 from tinyllm_ray.search.study import Study
 from tinyllm_ray.train.compile_cache import compile_cache_folder
 from tinyllm_ray.train.recipe import check_fits
@@ -81,7 +83,12 @@ def _run_on_ray(
         spent = earlier.spent_seconds if earlier else 0.0
         closing = min(_CLOSING_SECONDS, _CLOSING_SHARE * request.total_seconds)
         driver = StudyDriver(
-            study=Study(fitted, fitted.protocol, earlier.records if earlier else ()),
+            study=Study(
+                fitted,
+                records=earlier.records if earlier else (),
+                objective=request.objective_of(config),
+                verifier=_verifier(fitted.protocol, request, connection, console),
+            ),
             study_id=definition.study,
             config=config,
             cache=cache,
@@ -102,6 +109,18 @@ def _run_on_ray(
         status = work.session.close(driver.end)
     work.session.settle()
     return status
+
+
+def _verifier(
+    protocol: Protocol, request: StudyRequest, connection: "Connection", console: Console
+) -> PairedVerifier | None:
+    from tinyllm_ray.cluster.trials import concurrency
+
+    if concurrency(connection) > 1:
+        # Ray says where a trial runs, and pairs are worth something on one device only.
+        say(console, "several devices: the speed-up will be the search's, not verified in pairs on one of them")
+        return None
+    return PairedVerifier(protocol, RESERVED_SHARE * request.total_seconds)
 
 
 def _measure(driver: StudyDriver, report: Report, connection: "Connection", cache: TokenCache | None) -> None:

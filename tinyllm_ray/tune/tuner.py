@@ -19,11 +19,12 @@ from tinyllm_ray.errors import (
     TinyllmRayError,
 )
 from tinyllm_ray.records import TrialRecord, read_records
+from tinyllm_ray.search.objective import ObjectiveKind
 from tinyllm_ray.search.space import Space
 from tinyllm_ray.tune.budget import SUMMARY, seconds_left
 from tinyllm_ray.tune.channel import STUDY_COMMAND
 from tinyllm_ray.tune.folder import SELECTED, TRIALS
-from tinyllm_ray.tune.request import StudyRequest, check_request
+from tinyllm_ray.tune.request import PLANNED_RUNS, StudyRequest, check_request
 from tinyllm_ray.tune.supervisor import supervise
 
 if TYPE_CHECKING:
@@ -68,9 +69,10 @@ class TuneResult:
 
     @property
     def speedup(self) -> float | None:
-        """Throughput of the selected configuration divided by the baseline's."""
-        ratio: float | None = self.summary["selected"]["versus_baseline"]
-        return ratio
+        """Throughput of the selected configuration over the baseline's: verified in pairs of processes where there was
+        time for that (`summary["speedup"]` has the interval), else as the search measured both."""
+        speedup: dict[str, Any] | None = self.summary["speedup"]
+        return speedup["ratio"] if speedup else None
 
     def to_pandas(self) -> "pandas.DataFrame":
         """A row a trial: candidate, fate, reason, execution settings, throughput, seconds and peak memory."""
@@ -103,6 +105,8 @@ class Tuner:
         overrides: Sequence[str] = (),
         space: Space | str | Path | None = None,
         protocol: dict[str, Any] | None = None,
+        objective: ObjectiveKind = "training",
+        runs: int = PLANNED_RUNS,
         resume: bool = False,
         address: str | None = None,
     ) -> None:
@@ -115,6 +119,8 @@ class Tuner:
             overrides: `section.key=value`, applied to a preset or file.
             space: a Space, a shipped space's name or a YAML file. None: what fits the machine.
             protocol: fields of the space's protocol to replace, like {"windows": 5}.
+            objective: "training" for the least seconds of all planned trainings, "throughput" for most targets/s.
+            runs: trainings planned with the answer; the search ends when it costs more than it saves over them.
             address: Ray cluster to join; None: $RAY_ADDRESS, else a local one is started.
         """
         if preset is not None and config is not None:
@@ -131,6 +137,8 @@ class Tuner:
             overrides=list(overrides),
             space=space.model_dump(mode="json") if isinstance(space, Space) else str(space) if space else None,
             protocol=protocol or {},
+            objective=objective,
+            runs=runs,
             out=str(out),
             resume=resume,
             address=address or os.environ.get("RAY_ADDRESS") or None,
