@@ -12,6 +12,7 @@ from tinyllm_ray.clock import Deadline
 from tinyllm_ray.config import load
 from tinyllm_ray.records import Fate, TrialRecord, Window
 from tinyllm_ray.search.fitting import fit_space
+from tinyllm_ray.search.paired import PairedVerifier
 from tinyllm_ray.search.space import load_space
 from tinyllm_ray.search.study import Study
 from tinyllm_ray.train.outcome import RunningCandidate, build_record
@@ -215,6 +216,74 @@ def test_the_report_of_a_finished_study(driver: StudyDriver, tmp_path: Path) -> 
     lines = closing_lines(driver, Path("there"))
     assert any("3,000 targets/s, 1.50x the baseline" in line for line in lines)
     assert lines[-1] == "next: python -m tinyllm_ray.train --config there/selected.yaml --out there/run"
+
+
+def verifying(tmp_path: Path, records: list[TrialRecord] | None = None) -> StudyDriver:
+    """Of a study that verifies its choice; its trials take no time."""
+    (tmp_path / "candidates").mkdir(exist_ok=True)
+    space = fit_space(load_space("smoke"), CONFIG, "cpu", cores=2)
+    study = Study(space, records=records or (), verifier=PairedVerifier(space.protocol, most_seconds=400))
+    return StudyDriver(study, "study", CONFIG, None, tmp_path, Deadline.after(1000, FakeClock()))
+
+
+def kind_rate(execution: dict[str, Any]) -> float:
+    return 3000.0 if execution["update"] == "compiled" else 2000.0
+
+
+def test_the_choice_is_verified_in_pairs_of_fresh_processes(tmp_path: Path) -> None:
+    driver = verifying(tmp_path)
+    again = []
+    while (request := driver.ask()) is not None:
+        if request["purpose"] == "verification":
+            again.append(request)
+            assert request["parity"]
+            assert request["limit_seconds"] > request["protocol"]["least_seconds"]
+        driver.hear(request["candidate"], ended(request, rate=kind_rate(request["config"]["execution"])))
+    short = [request for request in again if request["protocol"]["least_seconds"] < 60]
+    rounds = [request["round"] for request in short]
+    assert rounds == sorted(rounds)
+    assert len(set(rounds)) >= 3
+    assert all(rounds.count(number) == rounds.count(0) > 1 for number in (1, 2)), "everyone once a round"
+    assert len({request["candidate"] for request in again}) == len(again)
+    loaded = [request["protocol"]["least_seconds"] for request in again if request not in short]
+    assert loaded == [60, 60], "the winner and the baseline under a minute's load"
+    report_of(driver, tmp_path).write(driver)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["selected"]["execution"]["update"] == "compiled"
+    assert summary["speedup"]["verified"]
+    assert summary["speedup"]["ratio"] == pytest.approx(1.5)
+    assert summary["speedup"]["low"] < 1.5 < summary["speedup"]["high"]
+    lines = closing_lines(driver, tmp_path)
+    assert any("1.500x the baseline (1.4" in line and "pairs of processes)" in line for line in lines), lines
+
+
+def test_a_verification_goes_on_where_it_was_broken_off(tmp_path: Path) -> None:
+    """Its records count as such: neither the search nor what makes pairs is measured again."""
+    first = verifying(tmp_path)
+    records: list[TrialRecord] = []
+    first.publish = records.append
+    while [record.purpose for record in records].count("verification") < 3:
+        request = first.ask()
+        assert request is not None
+        first.hear(request["candidate"], ended(request, rate=kind_rate(request["config"]["execution"])))
+    second = verifying(tmp_path, records)
+    request = second.ask()
+    assert request is not None
+    assert (request["purpose"], request["round"]) == ("verification", 1), "what round 0 has of it counts"
+    assert request["candidate"] not in {record.candidate for record in records}
+
+
+def test_a_search_alone_is_not_called_verified(driver: StudyDriver, tmp_path: Path) -> None:
+    finish(driver, kind_rate)
+    report_of(driver, tmp_path).write(driver)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["speedup"], summary["verification"]) == ({"ratio": 1.5, "verified": False}, None)
+    assert any("1.50x the baseline in the search, not verified" in line for line in closing_lines(driver, tmp_path))
+
+
+def test_a_baseline_that_stays_is_not_compared_with_itself(driver: StudyDriver, tmp_path: Path) -> None:
+    finish(driver, lambda execution: 3000.0 if execution == driver.study.space.baseline else 2000.0)
+    assert any(line.endswith("targets/s, the baseline itself") for line in closing_lines(driver, tmp_path))
 
 
 def test_nothing_to_believe_is_said(driver: StudyDriver, tmp_path: Path) -> None:

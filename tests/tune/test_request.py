@@ -4,7 +4,10 @@ from typing import Any
 
 import pytest
 
+from tinyllm_ray.config import load
+from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.search.fitting import fit_space
+from tinyllm_ray.search.objective import Objective
 from tinyllm_ray.tune.request import StudyRequest, check_request
 
 PACK = ["packing.models=2", "packing.topology=complete", "packing.scheme=awc"]
@@ -55,3 +58,21 @@ def test_on_a_cpu_packs_are_asked_how_they_pass_backward_as_well() -> None:
     ways = {config.with_execution(execution).packed_backward for execution in fit.executions()}
     assert ways == {"at_once", "one_by_one", "processes"}
     assert choose("cpu", recipe="nano")[2] == ["space smoke: no GPU here; name another with --space"]
+
+
+def test_a_study_is_after_the_seconds_of_all_planned_trainings() -> None:
+    def asked(*overrides: str, **more: Any) -> Objective:
+        request = StudyRequest(
+            budget="1m", budget_seconds=60.0, total_seconds=60.0, age_seconds=0.0, out="studies/x", **more
+        )
+        return request.objective_of(load("nano", overrides))
+
+    assert asked() == Objective("training", 1_048_576, 100)
+    assert asked("packing.models=3", runs=240) == Objective("training", 3 * 1_048_576, 240), "each has the budget"
+    assert asked(*PACK) == Objective("training", 1_048_576, 100), "mixed models share one"
+    assert asked(objective="throughput").kind == "throughput"
+
+
+def test_no_planned_training_is_a_mistake() -> None:
+    with pytest.raises(ConfigError, match=r"--runs: 0 is no number of trainings; give 1 or more"):
+        choose("cpu", runs=0)

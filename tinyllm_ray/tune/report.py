@@ -97,9 +97,11 @@ def closing_lines(driver: StudyDriver, out: Path) -> list[str]:
 
 
 def _beside_baseline(study: Study) -> str:
-    found = speedup(study)
-    if found is None:
+    found, selection = speedup(study), study.selection()
+    if found is None or selection is None:
         return ""
+    if selection.record.execution == study.space.baseline:
+        return ", the baseline itself"
     if found["verified"]:
         return (
             f", {found['ratio']:.3f}x the baseline ({found['low']:.3f} to {found['high']:.3f} with 90%, "
