@@ -129,11 +129,12 @@ def verify(
     log_ratios: dict[str, float],
     budget_seconds: float = math.inf,
     spread: Spread = CAUTIOUS_SPREAD,
+    at_stake_seconds: float = math.inf,
 ) -> Told:
     """Search once, then verify all executions but the first, the baseline; within `budget_seconds`."""
     search = [device.measure(name, ratio, Protocol()) for name, ratio in log_ratios.items()]
     baseline, *finalists = log_ratios
-    verification = Verification(search, baseline, finalists, predict, spread=spread)
+    verification = Verification(search, baseline, finalists, predict, None, spread, at_stake_seconds)
     begin, before = device.now, device.runs
     while not isinstance(run := verification.ask(begin + budget_seconds - device.now), Done):
         name = run.candidate.execution_identity

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinyllm_ray.search.noise import Spread
-from tinyllm_ray.search.pairs import CAUTIOUS_SPREAD, Pair, Side, disagrees, judge
+from tinyllm_ray.search.pairs import CAUTIOUS_SPREAD, Pair, Side, disagrees, expected_gain, judge
 
 LOGS = st.lists(st.floats(-0.05, 0.05), min_size=1, max_size=8)
 
@@ -92,3 +92,16 @@ def test_a_pair_under_load_that_goes_another_way_is_told() -> None:
     assert disagrees(throttled, short, CAUTIOUS_SPREAD)
     assert not disagrees(same, short, CAUTIOUS_SPREAD)
     assert not disagrees(throttled, [], CAUTIOUS_SPREAD)
+
+
+@pytest.mark.parametrize("centre", [-0.02, -0.004, 0.0, 0.003, 0.02])
+def test_what_knowing_is_worth_is_what_a_simulation_says(centre: float) -> None:
+    seen = pairs(centre - 0.003, centre, centre + 0.003)
+    verdict = judge(seen)
+    # The interval's half width is 1.94 errors at 6 degrees of freedom.
+    error = math.log(verdict.high / verdict.low) / 2 / 1.943
+    chance = random.Random(0)
+    simulated = sum(max(0.0, chance.gauss(centre, error)) for _ in range(100_000)) / 100_000
+    assert expected_gain(seen) == pytest.approx(simulated, rel=0.03, abs=2e-6)
+    with pytest.raises(ValueError, match="no pair"):
+        expected_gain([])

@@ -179,6 +179,18 @@ class TestTime:
         assert (verdict.pairs, verdict.outcome) == (1, "open")
         assert verdict.low < math.exp(0.05) < verdict.high
 
+    def test_no_more_is_spent_on_an_open_comparison_than_it_is_worth(self) -> None:
+        """Later rounds together cost at most what taking the wrong one would."""
+        spent = {}
+        for hours in (0.01, 20.0, math.inf):
+            told = verify(NoisyDevice(seed=2), {"b": 0.0, "c": 0.004}, at_stake_seconds=hours * 3600)
+            spent[hours] = told.seconds
+            if hours == 0.01:
+                assert len(told.verification.pairs("c", "b")) == 3
+                assert "is worth 0 s of the planned trainings" in told.reason
+        assert spent[0.01] < spent[20.0] <= spent[math.inf]
+        assert spent[20.0] - spent[0.01] < 0.02 * 20 * 3600
+
 
 class TestFailures:
     def test_a_process_that_fails_is_tried_once_more(self) -> None:

@@ -1,5 +1,6 @@
 """How a study verifies: the rounds of `verification`, kept time for where they fit into a share of the budget."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -7,10 +8,12 @@ from typing import Any
 from tinyllm_ray.records import Protocol, TrialRecord
 from tinyllm_ray.search.answers import Finished
 from tinyllm_ray.search.cost import CostModel
-from tinyllm_ray.search.finalists import choose_finalists
+from tinyllm_ray.search.finalists import MOST_FINALISTS, choose_finalists
 from tinyllm_ray.search.noise import spread_of
+from tinyllm_ray.search.objective import Objective
 from tinyllm_ray.search.pairs import CAUTIOUS_SPREAD, LEAST_PAIRS
-from tinyllm_ray.search.verdict import Selection
+from tinyllm_ray.search.rates import rate
+from tinyllm_ray.search.verdict import THROUGHPUT, Selection
 from tinyllm_ray.search.verification import Run, Verification
 from tinyllm_ray.search.verified import Verified
 from tinyllm_ray.search.verifier import Again
@@ -26,6 +29,8 @@ class PairedVerifier:
     protocol: Protocol
     most_seconds: float
     """Seconds to keep for it at most; where it needs more it has what the search leaves."""
+    objective: Objective = THROUGHPUT
+    """Where it counts seconds, no comparison goes on that is worth less of them than it costs."""
 
     def seconds(self, cost: CostModel, one: Mapping[str, Any], baseline: Mapping[str, Any]) -> float:
         """Expected seconds of three pairs; 0 where they take too much of the budget to be kept time for."""
@@ -43,10 +48,16 @@ class PairedVerifier:
 
         records = [*cost.records, *earlier]
         spread = spread_of(records, CAUTIOUS_SPREAD)
-        name = baseline.execution_identity
+        name, measured = baseline.execution_identity, rate(baseline)
+        counted = self.objective.kind == "training" and measured is not None
+        at_stake = self.objective.targets / measured if counted and measured else math.inf
+        # What ties with the choice by the search's figures differs from it by about the spread of processes.
+        costs = LEAST_PAIRS * predict(selection.record.execution, self.protocol)
+        most = MOST_FINALISTS if spread.value * at_stake > costs else 1
         close = choose_finalists(cost.records, name, spread)
-        finalists = dict.fromkeys([selection.record.execution_identity, *close])
-        return Rounds(Verification(records, name, list(finalists), predict, self.protocol, spread))
+        finalists = list(dict.fromkeys([selection.record.execution_identity, *close]))
+        finalists = [finalist for finalist in finalists if finalist != name][:most]
+        return Rounds(Verification(records, name, finalists, predict, self.protocol, spread, at_stake))
 
 
 @dataclass(frozen=True)

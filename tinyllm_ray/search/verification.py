@@ -6,6 +6,7 @@ baseline run under a minute's load, and while a comparison is open more rounds f
 study reports comes from here alone: the search's own figures chose the winner, and favour it.
 """
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from tinyllm_ray.records import Fate, Protocol, TrialRecord
 from tinyllm_ray.search.finalists import SUSTAINED_SECONDS, Predict, first_complete
 from tinyllm_ray.search.noise import Spread, device_name
-from tinyllm_ray.search.pairs import CAUTIOUS_SPREAD, LEAST_PAIRS, MOST_PAIRS, Pair
+from tinyllm_ray.search.pairs import CAUTIOUS_SPREAD, LEAST_PAIRS, MOST_PAIRS, Pair, expected_gain
 from tinyllm_ray.search.rates import rate
 from tinyllm_ray.search.rounds import Round, noise_of, side_of, whole_rounds
 from tinyllm_ray.search.verified import Evidence, Verified, conclude
@@ -61,11 +62,13 @@ class Verification:
         predict: Predict,
         protocol: Protocol | None = None,
         spread: Spread = CAUTIOUS_SPREAD,
+        at_stake_seconds: float = math.inf,
     ) -> None:
         """`records` are the study's; `baseline` and `finalists` (the preferred first) name executions among them.
 
         `protocol` is the reference's unless given, and `spread` what is known of the device (`noise.spread_of` with
         the cautious one as its prior). Rounds that earlier records of a verification make up whole count on.
+        `at_stake_seconds` is what all planned trainings take: what a wrong choice costs is a share of it.
         """
         records = list(records)
         self.records = [record for record in records if record.purpose != "verification"]
@@ -76,6 +79,7 @@ class Verification:
         self._predict = predict
         self._protocol = protocol or Protocol()
         self.spread = spread
+        self._at_stake_seconds = at_stake_seconds
         self.withdrawn: dict[str, str] = {}
         """Finalists that are out, by execution identity, and why."""
         self._failures: dict[str, int] = {}
@@ -176,7 +180,7 @@ class Verification:
             return Done("every comparison is decided")
         if len(self._rounds) >= MOST_PAIRS:
             return Done(f"{len(self._rounds)} rounds are enough: what is open is a tie")
-        return self._later_round([self.baseline, *open_ones], remaining)
+        return self._later_round(open_ones, selected, remaining)
 
     def _early_round(self, done: int, remaining: float) -> Round | Done:
         """One of the first three, without the finalists for whom the time left would not do for all three."""
@@ -192,10 +196,23 @@ class Verification:
                 return self._round(members, protocol)
         return self._too_long(members)
 
-    def _later_round(self, members: Iterable[str], remaining: float) -> Round | Done:
-        names = [name for name in dict.fromkeys(members) if name not in self.withdrawn]
+    def _later_round(self, open_ones: Sequence[str], selected: str, remaining: float) -> Round | Done:
+        """One more for comparisons that are open, while what is `selected` so far may cost more than that."""
+        names = [name for name in dict.fromkeys([self.baseline, *open_ones]) if name not in self.withdrawn]
         protocol = self._fitting(names, 1, remaining)
-        return self._too_long(names) if protocol is None else self._round(names, protocol)
+        if protocol is None:
+            return self._too_long(names)
+        # A tie goes to what starts soonest: what the others may be faster than that one is left on the table.
+        gains = [expected_gain(self.pairs(name, selected), self.spread) for name in open_ones if name != selected]
+        worth = max(gains) * self._at_stake_seconds
+        # With the later rounds so far: a difference that takes many rounds to tell has to be worth them all.
+        later = 1 + sum(not one.sustained for one in self._rounds) - LEAST_PAIRS
+        costs = later * self._round_seconds(names, protocol)
+        if worth < costs:
+            return Done(
+                f"what is open is worth {worth:.0f} s of the planned trainings, telling it {costs:.0f} s or more"
+            )
+        return self._round(names, protocol)
 
     def _too_long(self, members: list[str]) -> Done:
         seconds = self._round_seconds(members, self._protocol)

@@ -18,6 +18,7 @@ from tinyllm_ray.data.cache import TokenCache, open_cache
 from tinyllm_ray.measure.environment import usable_cores
 from tinyllm_ray.records import Protocol
 from tinyllm_ray.search.fitting import FittedSpace, fit_space
+from tinyllm_ray.search.objective import Objective
 from tinyllm_ray.search.paired import RESERVED_SHARE, PairedVerifier
 from tinyllm_ray.search.study import Study
 from tinyllm_ray.train.compile_cache import compile_cache_folder
@@ -82,12 +83,13 @@ def _run_on_ray(
         work.channel.send("out", study=definition.study, path=str(out))
         spent = earlier.spent_seconds if earlier else 0.0
         closing = min(_CLOSING_SECONDS, _CLOSING_SHARE * request.total_seconds)
+        objective = request.objective_of(config)
         driver = StudyDriver(
             study=Study(
                 fitted,
                 records=earlier.records if earlier else (),
-                objective=request.objective_of(config),
-                verifier=_verifier(fitted.protocol, request, connection, console),
+                objective=objective,
+                verifier=_verifier(fitted.protocol, request.total_seconds, objective, connection, console),
             ),
             study_id=definition.study,
             config=config,
@@ -112,7 +114,7 @@ def _run_on_ray(
 
 
 def _verifier(
-    protocol: Protocol, request: StudyRequest, connection: "Connection", console: Console
+    protocol: Protocol, budget_seconds: float, objective: Objective, connection: "Connection", console: Console
 ) -> PairedVerifier | None:
     from tinyllm_ray.cluster.trials import concurrency
 
@@ -120,7 +122,7 @@ def _verifier(
         # Ray says where a trial runs, and pairs are worth something on one device only.
         say(console, "several devices: the speed-up will be the search's, not verified in pairs on one of them")
         return None
-    return PairedVerifier(protocol, RESERVED_SHARE * request.total_seconds)
+    return PairedVerifier(protocol, RESERVED_SHARE * budget_seconds, objective)
 
 
 def _measure(driver: StudyDriver, report: Report, connection: "Connection", cache: TokenCache | None) -> None:
