@@ -1,6 +1,7 @@
 """Work of a CUDA device, recorded in a CUDA graph and replayed (NVIDIA, CUDA programming guide, CUDA graphs)."""
 
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,7 +27,9 @@ class CudaCapture:
     def warm_up(self, work: Callable[[], Statistics]) -> Statistics:
         user = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(user)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), warnings.catch_warnings():
+            # PyTorch's optimizers wonder why one that is made for a graph steps without it, as it does here before.
+            warnings.filterwarnings("ignore", "This instance was constructed with capturable=True", UserWarning)
             found = work()
         # What was found lies in the side stream's memory. The caller's stream may read it until the side stream is
         # used again: that begins by waiting for the caller's.
