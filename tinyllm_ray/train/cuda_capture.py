@@ -17,6 +17,10 @@ class CudaCapture:
     autograd runs a backward pass on the streams of its forward pass, which a capture must not leave. Replays go to the
     caller's stream, and so are ordered with its copies, its evaluations and the feed's batches, for whose copies that
     stream waits.
+
+    A process whose capture failed had better end: where the driver cannot end it either, PyTorch's allocator takes it
+    for under way from then on (in torch's sources `CUDAGraph::capture_end` left before `endAllocateToPool`, which later
+    ones mend), and the next `torch.cuda.empty_cache` is an internal error.
     """
 
     def __init__(self, device: torch.device) -> None:
