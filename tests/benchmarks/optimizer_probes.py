@@ -87,9 +87,7 @@ def torch_probes(model_config: ModelConfig, config: OptimizerConfig) -> Iterator
     """Float32 weights and gradients, as autograd leaves them."""
     device = torch.device("cuda")
     model = initialize(model_config, 0).to(device)
-    optimizer = build_optimizer(model, config, device)
-    for group in optimizer.param_groups:
-        group["capturable"] = True
+    optimizer = build_optimizer(model, config, device, captured=True)
     set_learning_rate(optimizer, 1e-3)
     weights = list(model.parameters())
     for weight in weights:

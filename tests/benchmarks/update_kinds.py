@@ -80,7 +80,7 @@ def main() -> None:
             runs = report["rows"].setdefault(row, {}).setdefault(program, [])
             if any("error" in run for run in runs):
                 continue
-            runs.append(run_process(request, options.limit))
+            runs.append(run_process(request | {"profile": not runs}, options.limit))
             print(f"{row} {program}: {told(runs[-1])}", flush=True)
             report["summary"] = [summarize(name, programs) for name, programs in report["rows"].items()]
             if options.out:
@@ -130,6 +130,7 @@ def plan(options: argparse.Namespace) -> Iterator[tuple[str, str, Request]]:
             "plain_compiled": options.plain == "compiled",
             "cache": options.cache,
             "prepare": False,
+            "profile": False,
             **{name: getattr(options, name) for name in ("warmup", "windows", "updates")},
         }
         config = configuration(request | {"execution": {}})

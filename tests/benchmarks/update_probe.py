@@ -59,7 +59,6 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
         # Before the profiler, which takes memory of its own. Not reset after the warm-up: what a graph allocates it
         # allocates at its capture, once.
         memory = peak_memory(program.device).model_dump(mode="json")
-        profile = record_kernels(program.step, program.synchronize, program.device, limit_seconds=PROFILING_SECONDS)
         return {
             "device": devices()[0].name,
             "start_seconds": start_seconds,
@@ -68,8 +67,14 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
             "windows": [window.targets_per_second for window in found.windows],
             "losses": [window.loss for window in found.windows],
             "memory": memory,
-            "kernels": [kernel.model_dump(mode="json") for kernel in profile.kernels],
+            "kernels": kernels_of(program) if request["profile"] else None,
         }
+
+
+def kernels_of(program: Any) -> list[dict[str, Any]]:
+    """Those of an update."""
+    profile = record_kernels(program.step, program.synchronize, program.device, limit_seconds=PROFILING_SECONDS)
+    return [kernel.model_dump(mode="json") for kernel in profile.kernels]
 
 
 def main() -> None:

@@ -52,6 +52,13 @@ def test_the_rate_is_set_in_place_for_every_group(model: Llama) -> None:
         assert tensor.item() == 0.125
 
 
+def test_a_step_is_announced_to_pytorch_where_a_graph_will_hold_it(model: Llama) -> None:
+    """Unannounced it is refused, and needlessly announced PyTorch warns of it."""
+    for asked in (False, True):
+        optimizer = build_optimizer(model, settings(), CPU, captured=asked)
+        assert [group["capturable"] for group in optimizer.param_groups] == [asked] * 2
+
+
 @pytest.mark.parametrize("gradient", [1.0, math.nan, math.inf])
 def test_a_step_that_is_to_be_skipped_changes_no_bit(model: Llama, gradient: float) -> None:
     optimizer = build_optimizer(model, settings(weight_decay=0.25), CPU)

@@ -1,9 +1,10 @@
 """On a GPU: what was asked is what ran, in whole trials of every kind of update, replayed ones too; real kernels."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
 import pytest
+import torch
 from whole_trials import measured
 
 from tinyllm_ray.config import Config
@@ -22,6 +23,17 @@ PROTOCOL = Protocol(warmup_updates=10, windows=1, updates_per_window=50)
 REPLAYED = [{"update": "compiled", "compile_mode": "reduce-overhead"}, {"update": "graph"}]
 KINDS = [{"update": "eager"}, {"update": "compiled"}, *REPLAYED]
 BACKENDS = [backend for backend in get_args(SdpaBackend) if backend not in ("auto", "flash3", "flex")]
+
+
+@pytest.fixture(autouse=True)
+def _each_on_its_own() -> Iterator[None]:
+    """As in a process of its own: what Dynamo traced for one backend it would give the next, whose own it cannot tell
+    by any guard; and the pools of graphs stay the process's until they are released."""
+    torch._dynamo.reset()
+    torch.cuda.empty_cache()
+    yield
+    torch._dynamo.reset()
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="module")

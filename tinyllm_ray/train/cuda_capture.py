@@ -1,6 +1,7 @@
 """Work of a CUDA device, recorded in a CUDA graph and replayed (NVIDIA, CUDA programming guide, CUDA graphs)."""
 
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,10 @@ class CudaCapture:
     autograd runs a backward pass on the streams of its forward pass, which a capture must not leave. Replays go to the
     caller's stream, and so are ordered with its copies, its evaluations and the feed's batches, for whose copies that
     stream waits.
+
+    A process whose capture failed had better end: where the driver cannot end it either, PyTorch's allocator takes it
+    for under way from then on (in torch's sources `CUDAGraph::capture_end` left before `endAllocateToPool`, which later
+    ones mend), and the next `torch.cuda.empty_cache` is an internal error.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,7 +31,9 @@ class CudaCapture:
     def warm_up(self, work: Callable[[], Statistics]) -> Statistics:
         user = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(user)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), warnings.catch_warnings():
+            # PyTorch's optimizers wonder why one that is made for a graph steps without it, as it does here before.
+            warnings.filterwarnings("ignore", "This instance was constructed with capturable=True", UserWarning)
             found = work()
         # What was found lies in the side stream's memory. The caller's stream may read it until the side stream is
         # used again: that begins by waiting for the caller's.

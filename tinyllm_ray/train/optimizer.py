@@ -8,12 +8,15 @@ from torch import nn
 from tinyllm_ray.sections import OptimizerConfig
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
+def build_optimizer(
+    model: nn.Module, config: OptimizerConfig, device: torch.device, captured: bool = False
+) -> torch.optim.AdamW:
     """PyTorch's fused AdamW; weight decay on matrices, none on norm scales.
 
     The learning rate is a scalar tensor on the device, so that a captured or compiled update reads the scheduled
-    value instead of the one it saw first. `capturable` promises PyTorch the same of the rest, which on a GPU the fused
-    kernels keep anyway: they count steps there.
+    value instead of the one it saw first. `captured` is whether a CUDA graph will hold the step: PyTorch refuses to
+    capture a step that was not announced, and warns of one that was and runs by itself. The fused kernels are the same
+    either way, since they count steps on the device.
     """
     weights = list(model.parameters())
     groups = [
@@ -21,8 +24,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.dev
         {"params": [weight for weight in weights if weight.ndim < 2], "weight_decay": 0.0},
     ]
     rate = torch.tensor(0.0, dtype=torch.float32, device=device)
-    on_gpu = device.type == "cuda"
-    return torch.optim.AdamW(groups, lr=rate, betas=config.betas, eps=config.eps, fused=True, capturable=on_gpu)
+    return torch.optim.AdamW(groups, lr=rate, betas=config.betas, eps=config.eps, fused=True, capturable=captured)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

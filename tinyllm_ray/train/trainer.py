@@ -174,7 +174,7 @@ def _build_update(
 
         flat = FlatUpdate(model, config)
         return flat.optimizer, flat
-    optimizer = build_optimizer(model, config.optimizer, device)
+    optimizer = build_optimizer(model, config.optimizer, device, captured=config.execution.update == "graph")
     return optimizer, Update(model, optimizer, config)
 
 
