@@ -161,6 +161,12 @@ def test_the_verdict_counts_more_than_the_end() -> None:
     assert (outcome.exit_status, outcome.message) == (3, "why")
 
 
+def test_the_first_verdict_counts() -> None:
+    """The second one is about the clean-up after it, a Ray shutdown that raised for one."""
+    outcome = run("channel.send('done', exit_status=0); channel.send('done', exit_status=1, message='why'); sys.exit(1)")
+    assert (outcome.exit_status, outcome.message) == (0, None)
+
+
 def test_a_study_that_does_not_end_after_its_verdict(monkeypatch: pytest.MonkeyPatch, tag: str) -> None:
     monkeypatch.setattr(supervisor, "DONE_SECONDS", 0.3)
     outcome = run("channel.send('done', exit_status=0)\n" + HANG, tag=tag)

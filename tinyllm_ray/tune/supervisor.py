@@ -185,11 +185,13 @@ def _receive(study: _Study, messages: list[dict[str, Any]]) -> None:
                 records.append(record)
             case {"type": "standing", "exit_status": int(status)}:
                 study.standing = status
-            case {"type": "done", "exit_status": int(status)}:
+            case {"type": "done", "exit_status": int(status)} if study.verdict is None:
                 # After a signal the status is the signal's, whatever the child makes of its clean end.
                 study.verdict = None if study.signals else status
                 study.message = message.get("message")
                 study.kill_within(DONE_SECONDS)
+            case {"type": "done"}:
+                pass  # the first verdict counts, whatever becomes of the clean-up after it
             case _:
                 raise AssertionError(f"the study sent an unknown message: {message}")
     if records:
