@@ -100,9 +100,7 @@ def test_a_budget_for_nothing_but_the_baseline_has_the_baseline_for_its_answer(r
     assert "and 5 s are left" in said
 
 
-def test_a_budget_too_small_for_the_baseline_is_said(
-    tmp_path: Path, lines_and_channel: tuple[Lines, Channel]
-) -> None:
+def test_a_budget_too_small_for_the_baseline_is_said(tmp_path: Path, lines_and_channel: tuple[Lines, Channel]) -> None:
     running = Running(tmp_path, *lines_and_channel, budget_seconds=3)
     assert running.driver.ask() is None
     assert running.session.close(running.driver.end) == 3

@@ -167,6 +167,7 @@ class StudyDriver:
             cache=str(self._cache.folder) if self._cache else None,
             cache_identity=self._cache.identity if self._cache else None,
             configuration=str(path),
+            device_kind=self.study.space.device_kind,
             parity=trial.stage in _STAGES_WITH_PARITY,
             limit_seconds=min(limit, left),
         )

@@ -33,7 +33,7 @@ class Session:
         driver.publish, driver.changed = self._publish, self._changed
 
     def close(self, ended: str | None, *, interrupted: bool = False) -> int:
-        """Show no more, write the last report, say what the study came to; the exit status, which the supervisor has."""
+        """Show no more, write the last report, say what the study came to, and tell the exit status."""
         with self._lock:
             if self._status is None:
                 self._driver.stop(ended, interrupted=interrupted)
