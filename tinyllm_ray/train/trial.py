@@ -88,8 +88,8 @@ def _check_device(kind: str | None) -> None:
         found = "no GPU" if kind == "cuda" else "a GPU"
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "is not set")
         raise ConfigError(
-            f"the study is for {kind}, and PyTorch {torch.__version__} finds {found} (CUDA_VISIBLE_DEVICES: {visible}); "
-            "install the PyTorch that fits the device, or start this node's Ray with the GPUs it has"
+            f"the study is for {kind}, and PyTorch {torch.__version__} finds {found} "
+            f"(CUDA_VISIBLE_DEVICES: {visible}); install the PyTorch that fits, or start this node's Ray with its GPUs"
         )
 
 

@@ -52,7 +52,7 @@ def _read(path: Path) -> str | None:
 def tell_text(path: str) -> None:
     """The helper: say on standard error, as one JSON object, what the file holds or why it cannot be read."""
     try:
-        answer = {"text": Path(path).read_bytes().decode(errors="replace")}
+        answer: dict[str, str | None] = {"text": Path(path).read_bytes().decode(errors="replace")}
     except FileNotFoundError:
         answer = {"text": None}
     except OSError as error:
