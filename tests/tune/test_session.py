@@ -46,14 +46,15 @@ class Running:
         report = Report(out, "study", CONFIG, budget_seconds, lambda: 1.0)
         self.session = Session(self.driver, report, channel, Console(file=self.said, width=200))
 
-    def measure(self, request: Any, took_seconds: float) -> None:
-        """The candidate completes after so many seconds."""
+    def measure(self, request: Any, took_seconds: float, fate: Fate = Fate.COMPLETE, reason: str | None = None) -> None:
+        """The candidate ends after so many seconds."""
         self.clock.advance(took_seconds)
         running = RunningCandidate(request, Deadline.after(1), 0.0, 0.0)
         proof = {"trajectory": [{"update": 10, "loss": 9.0, "grad_norm": 1.0}]}
         running.hear({"event": "stage", "stage": "start", "seconds": 1.0})
-        running.hear({"event": "result", "targets_per_second": 2e3, "seconds_per_update": 1.0, "proof": proof})
-        record = build_record(running, Fate.COMPLETE, None, took_seconds, {}, {"sha256": "0", "dirty": None}, None)
+        if fate is Fate.COMPLETE:
+            running.hear({"event": "result", "targets_per_second": 2e3, "seconds_per_update": 1.0, "proof": proof})
+        record = build_record(running, fate, reason, took_seconds, {}, {"sha256": "0", "dirty": None}, None)
         self.driver.hear(request["candidate"], {"event": "record", "record": record.model_dump(mode="json")})
 
     def verdicts(self) -> list[int]:
@@ -119,3 +120,34 @@ def test_a_candidate_that_the_budget_cut_is_listed_as_that(running: Running) -> 
     assert running.session.close("the budget's end", interrupted=True) == 0
     assert running.driver.row(cut["candidate"]).state == "interrupted"
     assert "ended: the budget's end" in running.said.getvalue()
+
+
+def test_where_nothing_fits_every_size_is_named_and_none_is_selected(running: Running) -> None:
+    tried = []
+    while (request := running.driver.ask()) is not None:
+        tried.append(request["config"]["execution"])
+        running.measure(request, 1, Fate.OUT_OF_MEMORY, "OutOfMemoryError: 3 GiB")
+    assert running.session.close(running.driver.end) == 3
+    assert running.verdicts() == [3]
+    kinds = [(execution["update"], execution["micro_batch_size"]) for execution in tried]
+    assert len(set(kinds)) == len(kinds), "a size that did not fit is not tried again"
+    details = {row.detail for row in running.driver.rows() if row.state == "out_of_memory"}
+    assert details == {"OutOfMemoryError: 3 GiB"}
+    assert "no candidate gave a figure that can be believed" in running.said.getvalue()
+
+
+def test_one_bad_candidate_costs_nothing_but_itself(running: Running) -> None:
+    baseline = running.driver.ask()
+    running.measure(baseline, 1)
+    bad = running.driver.ask()
+    assert bad is not None
+    running.measure(bad, 1, Fate.FAILED, "ValueError: why")
+    while (request := running.driver.ask()) is not None:
+        assert request["candidate"] != bad["candidate"]
+        running.measure(request, 1)
+    assert running.session.close(running.driver.end) == 0
+    row = running.driver.row(bad["candidate"])
+    assert (row.state, row.detail) == ("failed", "ValueError: why")
+    states = [row.state for row in running.driver.rows()]
+    assert states.count("failed") == 1
+    assert states.count("complete") >= 2
