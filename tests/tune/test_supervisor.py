@@ -1,5 +1,6 @@
 """The supervisor against children that misbehave: real processes, real signals, real time."""
 
+import fcntl
 import json
 import os
 import signal
@@ -182,6 +183,19 @@ def test_a_hanging_study_is_cut(hang: str, out: Path, tag: str, capfd: pytest.Ca
     assert numbers(out / "trials.jsonl") == [1]
     assert running(tag) == []
     assert f"ended at the deadline; its records are in {out}/trials.jsonl" in capfd.readouterr().err
+
+
+def test_a_terminal_that_takes_nothing_holds_nobody_up(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that Ctrl-S has stopped; here a pipe that is full and read by nobody."""
+    reading, writing = os.pipe()
+    with open(reading), open(writing, "w") as full:
+        fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+        os.write(writing, b"." * 4096)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", full)
+            outcome = run("begin()\n" + HANG, budget=1, out=str(out))
+    assert (outcome.exit_status, outcome.cut) == (3, True)
+    assert "ended at the deadline" in (outcome.message or "")
 
 
 def test_a_cut_study_whose_report_stands(out: Path) -> None:

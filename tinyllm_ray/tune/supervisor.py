@@ -12,6 +12,7 @@ import json
 import math
 import os
 import secrets
+import select
 import signal
 import subprocess
 import sys
@@ -42,6 +43,7 @@ LATE_SECONDS = 1.5
 """Past the deadline, for everything; with the interpreter's own exit it has to be under 2 s."""
 
 _TICK_SECONDS = 0.1
+_SAY_SECONDS = 0.03
 _IMPORTED_AT = time.monotonic()
 
 
@@ -280,4 +282,8 @@ def _collected_signals(received: list[int]) -> Iterator[None]:
 
 
 def _say(line: str) -> None:
+    """Unless nobody takes it: a terminal held by Ctrl-S, a full pipe to a pager that waits."""
+    with contextlib.suppress(OSError):
+        if not select.select([], [sys.stderr.fileno()], [], _SAY_SECONDS)[1]:
+            return
     print(f"tinyllm_ray: {line}", file=sys.stderr, flush=True)
