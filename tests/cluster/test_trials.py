@@ -32,6 +32,7 @@ class Script(ScriptedDriver):
         self.records: dict[str, TrialRecord] = {}
         self.lost: list[str] = []
         self.actors: list[int] = []
+        self.niceness: list[int] = []
         self._on_event = on_event
 
     def hear(self, candidate: str, event: Mapping[str, Any]) -> None:
@@ -40,6 +41,7 @@ class Script(ScriptedDriver):
         if event["event"] == "forked":
             starter = _parent(event["pid"])
             self.actors.append(_parent(starter))
+            self.niceness.append(os.getpriority(os.PRIO_PROCESS, event["pid"]))
         if self._on_event:
             self._on_event(self, event)
 
@@ -55,6 +57,7 @@ def test_candidates_share_one_actor_and_a_failing_one_does_not_end_it(connection
     assert script.lost == []
     assert len(script.actors) == 3
     assert len(set(script.actors)) == 1
+    assert set(script.niceness) == {os.getpriority(os.PRIO_PROCESS, 0)}, "they run as a training does"
 
 
 def test_a_killed_actor_costs_its_candidate_only(connection: Connection, tmp_path: Path) -> None:

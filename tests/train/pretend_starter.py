@@ -3,6 +3,7 @@
 A request's label names the part. `tests/train/test_launcher.py` runs it in place of Python.
 """
 
+import math
 import os
 import signal
 import subprocess
@@ -54,13 +55,13 @@ def reach_windows(emit: Emit, loss: float | None = 4.0) -> None:
         emit({"event": "window", "window": window})
 
 
-def complete(emit: Emit, loss: float | None = 4.0) -> None:
+def complete(emit: Emit, loss: float | None = 4.0, targets_per_second: float | None = 853.0) -> None:
     reach_windows(emit, loss)
     emit(
         {
             "event": "result",
             "seconds_per_update": 0.2,
-            "targets_per_second": 853.0,
+            "targets_per_second": targets_per_second,
             "memory": {"used_bytes": 10, "total_bytes": 20},
             "devices": [{"kind": "cpu", "name": "cpu", "host": "here"}],
             "threads": 3,
@@ -131,6 +132,9 @@ def fail(emit: Emit) -> None:
 PARTS: dict[str, Callable[[Emit], None]] = {
     "complete": complete,
     "not finite": lambda emit: complete(emit, loss=None),
+    "no throughput": lambda emit: complete(emit, targets_per_second=None),
+    "NaN for a throughput": lambda emit: complete(emit, targets_per_second=math.nan),
+    "an infinite throughput": lambda emit: complete(emit, targets_per_second=math.inf),
     "hang": hang,
     "hang with a helper": hang_with_a_helper,
     "leave a helper": leave_a_helper,

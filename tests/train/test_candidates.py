@@ -99,6 +99,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory, tiny: MakeConfig) -> Iterato
     """One starter serves them all, since it takes seconds to import PyTorch."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(tinyllm_ray.__file__).parents[1]))
+        patch.setenv("OMP_NUM_THREADS", "3")  # Ray has it in its actors; what the execution asks for counts
         bench = Bench(tmp_path_factory.mktemp("bench"), tiny)
         with bench.launcher:
             yield bench

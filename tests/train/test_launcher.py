@@ -175,6 +175,9 @@ class TestFate:
         ("part", "fate", "reason"),
         [
             ("not finite", Fate.INVALID, "the loss or the gradient norm is not finite"),
+            ("no throughput", Fate.INVALID, "it reported None targets/s, which cannot be compared"),
+            ("NaN for a throughput", Fate.INVALID, "it reported nan targets/s, which cannot be compared"),
+            ("an infinite throughput", Fate.INVALID, "it reported inf targets/s, which cannot be compared"),
             ("run out of memory", Fate.OUT_OF_MEMORY, "OutOfMemoryError: 3 GiB"),
             ("fail", Fate.FAILED, "RuntimeError: no kernel"),
             ("leave", Fate.FAILED, "the process exited with status 3 during windows"),

@@ -19,7 +19,9 @@ MakeConfig = Callable[..., Config]
 PROTOCOL = Protocol(data_mode="synthetic", warmup_updates=2, windows=2, updates_per_window=3)
 
 
-def events_of(config: Config, cache: str | None = None, protocol: Protocol = PROTOCOL) -> list[dict[str, Any]]:
+def events_of(
+    config: Config, cache: str | None = None, protocol: Protocol = PROTOCOL, **changes: Any
+) -> list[dict[str, Any]]:
     request = TrialRequest(
         study="s",
         candidate="c001",
@@ -29,6 +31,7 @@ def events_of(config: Config, cache: str | None = None, protocol: Protocol = PRO
         cache=cache,
         cache_identity=None,
         limit_seconds=60,
+        **changes,
     )
     events: list[dict[str, Any]] = []
     run_trial(request, events.append, time.perf_counter())
@@ -83,6 +86,14 @@ class TestEvents:
         assert error["event"] == "error"
         assert error["reason"].startswith("ConfigError: /nowhere")
         assert not error["out_of_memory"]
+
+    def test_on_another_kind_of_device_than_the_studys_it_is_no_measurement(self, tiny: MakeConfig) -> None:
+        """A PyTorch without CUDA on a GPU's node would pass off a CPU's figure as a GPU's."""
+        here, other = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu", "cuda")
+        *_, error = events_of(tiny(), device_kind=other)
+        assert error["event"] == "error"
+        assert error["reason"].startswith(f"ConfigError: the study is for {other}, and PyTorch {torch.__version__} ")
+        assert names(events_of(tiny(), device_kind=here))[-1] == "result"
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="cuDNN may serve here")
     def test_what_is_raised_is_the_last_event(self, tiny: MakeConfig) -> None:

@@ -1,10 +1,12 @@
 """What a resumed study has left of its budget."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from tinyllm_ray.errors import ConfigError
+from tinyllm_ray.tune import budget
 from tinyllm_ray.tune.budget import SUMMARY, seconds_left, spent_seconds
 
 
@@ -31,3 +33,16 @@ def test_a_damaged_report_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / SUMMARY).write_text(content)
     with pytest.raises(ConfigError, match=r"summary\.json: cannot be read"):
         spent_seconds(tmp_path)
+
+
+def test_a_folder_that_does_not_answer_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading a FIFO that nobody writes to blocks like a dead file system."""
+    monkeypatch.setattr(budget, "_ANSWER_SECONDS", 0.3)
+    os.mkfifo(tmp_path / SUMMARY)
+    with pytest.raises(ConfigError, match=r"summary\.json: cannot be read \(its file system does not answer\)"):
+        seconds_left(60, tmp_path, resume=True)
+
+
+def test_a_report_longer_than_a_pipe_holds_is_read_whole(tmp_path: Path) -> None:
+    (tmp_path / SUMMARY).write_text('{"candidates": "' + "c" * 300_000 + '", "elapsed_seconds": 50}')
+    assert spent_seconds(tmp_path) == 50

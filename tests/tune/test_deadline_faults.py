@@ -6,12 +6,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tinyllm_ray.data.prepare import CACHE_VARIABLE
+from tinyllm_ray.records import Fate, read_records
+from tinyllm_ray.train.compile_cache import FOLDER_VARIABLE
 from tinyllm_ray.tune.processes import STUDY_VARIABLE
 
 pytestmark = [
@@ -20,26 +23,41 @@ pytestmark = [
 ]
 
 BUDGET_SECONDS = 60
-LONG_SPACE = """
+COMPILING_BUDGET_SECONDS = 120
+"""Enough that a compilation is admitted after the baseline, which runs eagerly on a CPU."""
+GONE_SECONDS = 10.0
+"""The promise for processes whose supervisor was killed."""
+
+EAGER = """
 baseline: {micro_batch_size: 8, cpu_threads: 1}
 factors: {micro_batch_size: [4, 8]}
-protocol: {warmup_updates: 1, windows: 3, updates_per_window: 100}
 """
-# Names as /proc has them, cut at 15 characters. The candidate is a fork of its starter and has its name.
+LONG = EAGER + "protocol: {warmup_updates: 1, windows: 3, updates_per_window: 100}\n"
+"""Windows that take most of the budget."""
+SHORT = EAGER.replace("[4, 8]", "[8]") + "protocol: {warmup_updates: 1, windows: 1, updates_per_window: 1}\n"
+COMPILED = SHORT.replace("}\nprotocol", ", update: [eager, compiled]}\nprotocol")
+
+
+# The candidate is a fork of its starter; the actor above it changes its name with every call.
 FAULTS = {
     "Ray's store of the cluster's state": ["gcs_server"],
     "the node's Ray process": ["raylet"],
-    "the actor that holds the device": ["ray::CandidateT"],
-    "the starter and the candidate": ["python starter"],
-    "everything of Ray": ["gcs_server", "raylet", "ray::CandidateT"],
+    "the actor that holds the device": ["actor"],
+    "the starter and the candidate": ["starter"],
+    "everything of Ray": ["gcs_server", "raylet", "actor"],
 }
 
 
 class Running:
-    """A study whose candidates take most of its budget."""
+    """A study as a command of its own."""
 
-    def __init__(self, process: "subprocess.Popen[str]", began: float, out: Path) -> None:
-        self.process, self.began, self.out = process, began, out
+    def __init__(self, folder: Path, process: "subprocess.Popen[str]", began: float, budget: int) -> None:
+        self.folder, self.process, self.began, self.budget = folder, process, began, budget
+        self.out = folder / "study"
+
+    @property
+    def said(self) -> str:
+        return (self.folder / "said").read_text()
 
     def members(self) -> dict[int, str]:
         """What it started, by process id."""
@@ -47,19 +65,38 @@ class Running:
         table = dict(_processes())
         while more := {pid for pid, (_, parent) in table.items() if parent in found} - found.keys():
             found |= {pid: table[pid][0] for pid in more}
+        starters = {pid for pid, name in found.items() if name == "starter"}
+        found |= {table[pid][1]: "actor" for pid in starters if table[pid][1] not in starters}
         return {pid: name for pid, name in found.items() if pid != self.process.pid}
 
-    def stop(self, names: list[str]) -> None:
-        for name in names:
-            chosen = [pid for pid, own in self.members().items() if own == name]
-            assert chosen, (name, self.members())
+    def send(self, number: signal.Signals, *roles: str) -> dict[int, str]:
+        """Send a signal to every process in these roles; what the study had started by then."""
+        members = self.members()
+        for role in roles:
+            chosen = [pid for pid, own in members.items() if own == role]
+            assert chosen, (role, members)
             for pid in chosen:
-                os.kill(pid, signal.SIGSTOP)
+                os.kill(pid, number)
+        return members
+
+    def wait_for(self, true: Callable[[], object], what: str) -> None:
+        while not true():
+            assert self.process.poll() is None, self.said
+            assert time.monotonic() - self.began < self.budget - 8, f"it never came to {what}: {self.said}"
+            time.sleep(0.05)
+
+    def wait_for_measuring(self) -> None:
+        """Until the first candidate is there: it has opened its log, and its actor is known by its starter."""
+        self.wait_for(lambda: any((self.out / "candidates").glob("c*.log")), "measuring")
 
     def lateness(self) -> float:
         """Waits for the end; seconds past the deadline."""
-        self.process.wait(timeout=BUDGET_SECONDS + 30)
-        return time.monotonic() - self.began - BUDGET_SECONDS
+        self.process.wait(timeout=self.budget + 30)
+        return time.monotonic() - self.began - self.budget
+
+    def summary(self) -> dict[str, Any]:
+        summary: dict[str, Any] = json.loads((self.out / "summary.json").read_text())
+        return summary
 
 
 def _processes() -> Iterator[tuple[int, tuple[str, int]]]:
@@ -71,50 +108,99 @@ def _processes() -> Iterator[tuple[int, tuple[str, int]]]:
                 starter = b"tinyllm_ray.train.starter" in (entry / "cmdline").read_bytes()
             except OSError:  # it has ended
                 continue
-            yield int(entry.name), ("python starter" if starter else head.partition("(")[2], int(rest.split()[1]))
+            yield int(entry.name), ("starter" if starter else head.partition("(")[2], int(rest.split()[1]))
 
 
-@pytest.fixture
-def running(built_root: Path, tiny: Path, tmp_path: Path) -> Iterator[Running]:
-    """Stopped in nothing yet; its first candidate is timing windows."""
-    (tmp_path / "space.yaml").write_text(LONG_SPACE)
-    command = [sys.executable, "-m", "tinyllm_ray.tune", "--budget", f"{BUDGET_SECONDS}s", "--out", "study"]
-    command += ["--config", str(tiny / "recipe.yaml"), "--space", "space.yaml"]
-    environment = os.environ | {CACHE_VARIABLE: str(built_root)}
-    began = time.monotonic()
-    with (tmp_path / "said").open("w") as said:
-        process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=said, text=True)
-    study = Running(process, began, tmp_path)
-    while not any(name == "ray::CandidateT" for name in study.members().values()) or not _measuring(tmp_path / "study"):
-        assert process.poll() is None, (tmp_path / "said").read_text()
-        assert time.monotonic() - began < BUDGET_SECONDS - 8, "it never came to measuring"
-        time.sleep(0.05)
-    yield study
-    process.kill()
+def _left(members: dict[int, str]) -> dict[int, str]:
+    """Those that are still there, and not others of the same number."""
+    return {pid: name for pid, name in members.items() if _is_marked(pid)}
 
 
-def _measuring(study: Path) -> bool:
-    """Whether the first candidate's process is there: it has opened its log."""
-    return any((study / "candidates").glob("c*.log"))
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_what_does_not_answer_makes_nothing_late(running: Running, fault: str) -> None:
-    members = running.members()
-    running.stop(FAULTS[fault])
-    assert running.lateness() < 2.0
-    said = (running.out / "said").read_text()
-    assert "Traceback" not in said
-    summary = json.loads((running.out / "study" / "summary.json").read_text())
-    assert running.process.returncode == (3 if summary["selected"] is None else 0), said
-    left = {pid: name for pid, name in members.items() if _marked(pid)}
-    assert not left, "processes outlive the study"
-
-
-def _marked(pid: int) -> bool:
-    """Whether the process is still there, and not another one of the same number."""
+def _is_marked(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[0]
         return state not in "ZX" and STUDY_VARIABLE.encode() in Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return False
+
+
+@pytest.fixture
+def begin(built_root: Path, tiny: Path, tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    """begin(space, budget=60) starts a study; whatever becomes of the test, nothing of it stays."""
+    processes = []
+
+    def start(space: str, budget: int = BUDGET_SECONDS) -> Running:
+        (tmp_path / "space.yaml").write_text(space)
+        command = [sys.executable, "-m", "tinyllm_ray.tune", "--budget", f"{budget}s", "--out", "study"]
+        command += ["--config", str(tiny / "recipe.yaml"), "--space", "space.yaml"]
+        environment = os.environ | {CACHE_VARIABLE: str(built_root), FOLDER_VARIABLE: str(tmp_path / "compiled")}
+        began = time.monotonic()
+        with (tmp_path / "said").open("w") as said:
+            process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=said, text=True)
+        processes.append(process)
+        return Running(tmp_path, process, began, budget)
+
+    yield start
+    for process in processes:
+        process.kill()  # its guard ends the rest
+        process.wait()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_does_not_answer_makes_nothing_late(begin: Callable[..., Running], fault: str) -> None:
+    running = begin(LONG)
+    running.wait_for_measuring()
+    members = running.send(signal.SIGSTOP, *FAULTS[fault])
+    assert running.lateness() < 2.0
+    assert "Traceback" not in running.said
+    selected = running.summary()["selected"]
+    assert running.process.returncode == (3 if selected is None else 0), running.said
+    assert not _left(members)
+
+
+def test_a_compilation_that_does_not_end_is_cut_and_named(begin: Callable[..., Running]) -> None:
+    running = begin(COMPILED, COMPILING_BUDGET_SECONDS)
+    running.wait_for(lambda: "cc1plus" in running.members().values(), "compiling")
+    members = running.send(signal.SIGSTOP, "cc1plus")
+    assert running.lateness() < 2.0
+    assert running.process.returncode == 0, running.said
+    baseline, record = read_records(running.out / "trials.jsonl")
+    assert (baseline.fate, record.fate) == (Fate.COMPLETE, Fate.TIMED_OUT)
+    assert record.reason is not None
+    assert record.reason.endswith("during compile")
+    assert not _left(members)
+
+
+def test_a_machine_that_loses_its_ray_ends_with_what_it_has(begin: Callable[..., Running]) -> None:
+    running = begin(LONG)
+    running.wait_for_measuring()
+    members = running.send(signal.SIGKILL, "raylet")
+    assert running.lateness() < 2.0
+    assert running.process.returncode == 3, running.said
+    baseline = running.summary()["candidates"][0]
+    assert baseline["state"] == "lost"
+    assert baseline["detail"].startswith("its Ray process or node went away during")
+    assert not _left(members)
+
+
+def test_a_ray_that_does_not_shut_down_holds_nobody_up(begin: Callable[..., Running]) -> None:
+    running = begin(SHORT)
+    running.wait_for(lambda: "next: " in running.said, "its verdict")
+    ended = time.monotonic()
+    members = {pid: name for pid, name in running.members().items() if name in {"gcs_server", "raylet"}}
+    for pid in members:
+        os.kill(pid, signal.SIGSTOP)
+    assert running.process.wait(timeout=BUDGET_SECONDS) == 0, running.said
+    assert time.monotonic() - ended < 15
+    assert not _left(members)
+
+
+def test_a_killed_supervisor_takes_all_of_ray_along(begin: Callable[..., Running]) -> None:
+    running = begin(LONG)
+    running.wait_for_measuring()
+    members = running.members()
+    running.process.kill()
+    until = time.monotonic() + GONE_SECONDS
+    while _left(members) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not _left(members)

@@ -78,6 +78,7 @@ def test_a_request_is_the_recipe_under_the_candidates_execution(driver: StudyDri
     assert written.model_dump(mode="json") == request["config"]
     assert written.recipe_identity == CONFIG.recipe_identity
     assert request["cache"] is None
+    assert request["device_kind"] == "cpu"
     assert request["protocol"] == driver.study.protocol.model_dump(mode="json")
 
 

@@ -1,5 +1,6 @@
 """The supervisor against children that misbehave: real processes, real signals, real time."""
 
+import fcntl
 import json
 import os
 import signal
@@ -161,6 +162,12 @@ def test_the_verdict_counts_more_than_the_end() -> None:
     assert (outcome.exit_status, outcome.message) == (3, "why")
 
 
+def test_the_first_verdict_counts() -> None:
+    """The second one is about the clean-up after it, a Ray shutdown that raised for one."""
+    outcome = run("channel.send('done', exit_status=0); channel.send('done', exit_status=1, message='why')")
+    assert (outcome.exit_status, outcome.message) == (0, None)
+
+
 def test_a_study_that_does_not_end_after_its_verdict(monkeypatch: pytest.MonkeyPatch, tag: str) -> None:
     monkeypatch.setattr(supervisor, "DONE_SECONDS", 0.3)
     outcome = run("channel.send('done', exit_status=0)\n" + HANG, tag=tag)
@@ -176,6 +183,19 @@ def test_a_hanging_study_is_cut(hang: str, out: Path, tag: str, capfd: pytest.Ca
     assert numbers(out / "trials.jsonl") == [1]
     assert running(tag) == []
     assert f"ended at the deadline; its records are in {out}/trials.jsonl" in capfd.readouterr().err
+
+
+def test_a_terminal_that_takes_nothing_holds_nobody_up(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that Ctrl-S has stopped; here a pipe that is full and read by nobody."""
+    reading, writing = os.pipe()
+    with open(reading), open(writing, "w") as full:
+        fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+        os.write(writing, b"." * 4096)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", full)
+            outcome = run("begin()\n" + HANG, budget=1, out=str(out))
+    assert (outcome.exit_status, outcome.cut) == (3, True)
+    assert "ended at the deadline" in (outcome.message or "")
 
 
 def test_a_cut_study_whose_report_stands(out: Path) -> None:

@@ -77,6 +77,8 @@ def connect(address: str | None) -> Iterator[Connection]:
 
 
 def _start_local(quiet: dict[str, Any]) -> None:
+    # Ray's own 15 starves a candidate beside whatever else runs, and a training does not run like that.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     try:
         ray.init(
             address="local",

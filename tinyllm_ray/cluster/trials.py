@@ -18,6 +18,7 @@ from ray.tune.search import Searcher
 from tinyllm_ray.clock import Deadline
 from tinyllm_ray.cluster.connect import Connection
 from tinyllm_ray.cluster.prefetch import address_on_this_node
+from tinyllm_ray.cluster.room import Room
 from tinyllm_ray.measure.environment import collect_environment, source_identity
 from tinyllm_ray.records import Fate
 from tinyllm_ray.train.compile_cache import compile_cache_folder
@@ -47,12 +48,13 @@ class Driver(Protocol):
 
 def run_trials(
     driver: Driver, connection: Connection, logs: Path, storage: Path, range_servers: str | None = None
-) -> None:
-    """Run candidates until `driver` is finished.
+) -> str | None:
+    """Run candidates until `driver` is finished, or until no node is left that could; then says so, else None.
 
     Every trial asks Ray for the same: a GPU and its share of the node's cores, or a node's cores where no GPU is.
     `logs` gets a file a candidate, `storage` what Tune keeps for itself; `range_servers` names the
-    servers that candidates ask for tokens (`prefetching`), None where there are none.
+    servers that candidates ask for tokens (`prefetching`), None where there are none. Raises ConfigError where no node
+    has what a trial takes.
     """
     os.environ.update(
         TUNE_DISABLE_AUTO_CALLBACK_LOGGERS="1",
@@ -60,9 +62,10 @@ def run_trials(
         TUNE_DISABLE_SIGINT_HANDLER="1",
         RAY_AIR_NEW_OUTPUT="0",
     )
+    room = Room(resources(connection))
     first = driver.ask()
     if first is None:
-        return  # a study that is resumed after its end
+        return None  # a study that is resumed after its end
     searcher = _Searcher(driver, first, most_at_once=concurrency(connection), logs=logs, range_servers=range_servers)
     tuner = tune.Tuner(
         tune.with_resources(CandidateTrial, resources(connection)),
@@ -73,9 +76,11 @@ def run_trials(
             trial_name_creator=lambda trial: trial.config["request"]["candidate"],
             trial_dirname_creator=lambda trial: trial.config["request"]["candidate"],
         ),
-        run_config=tune.RunConfig(name="tune", storage_path=str(storage), verbose=0),
+        run_config=tune.RunConfig(name="tune", storage_path=str(storage), verbose=0, stop=room),
     )
     tuner.fit()
+    searcher.lose_the_rest()
+    return room.reason
 
 
 def concurrency(connection: Connection) -> int:
@@ -188,6 +193,12 @@ class _Searcher(Searcher):  # type: ignore[misc]
             self._driver.hear(candidate, event)
         else:
             self._driver.lose(candidate)
+
+    def lose_the_rest(self) -> None:
+        """Tune says nothing of the trials that it gave up with the experiment."""
+        for candidate in self._running.values():
+            self._driver.lose(candidate)
+        self._running.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         """Tune pickles its experiment; the study's own records are what is resumed from, so nothing of it is kept."""

@@ -1,5 +1,6 @@
 """What a candidate's process has said so far, how it ended, and the TrialRecord that both come to."""
 
+import math
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -57,6 +58,8 @@ def judge(candidate: RunningCandidate, event: Mapping[str, Any]) -> tuple[Fate, 
         return Fate.INVALID, "the loss or the gradient norm is not finite"
     if faults := candidate.result.get("faults"):
         return Fate.INVALID, "; ".join(faults)
+    if _figure(speed := candidate.result.get("targets_per_second")) is None:
+        return Fate.INVALID, f"it reported {speed} targets/s, which cannot be compared"
     if reason := candidate.result.get("dominated"):
         return Fate.DOMINATED, reason
     return Fate.COMPLETE, None
@@ -105,8 +108,8 @@ def build_record(
         windows=candidate.windows,
         first_update_seconds=first,
         warmup_seconds=warmup,
-        seconds_per_update=result.get("seconds_per_update"),
-        targets_per_second=result.get("targets_per_second"),
+        seconds_per_update=_figure(result.get("seconds_per_update")),
+        targets_per_second=_figure(result.get("targets_per_second")),
         memory=Memory.model_validate(result.get("memory", {})),
         kernels=result.get("kernels"),
         proof=result.get("proof"),
@@ -115,6 +118,11 @@ def build_record(
         configuration=request["configuration"],
         timestamp=candidate.timestamp,
     )
+
+
+def _figure(value: float | None) -> float | None:
+    """The value, None where it is no positive number: nothing takes no time, and no end of it."""
+    return value if value is not None and math.isfinite(value) and value > 0 else None
 
 
 def _exit_words(status: int) -> str:

@@ -74,8 +74,8 @@ class Trainer:
         config = self.config
         begin = clock()
         self.device = choose_device(config)
-        self.threads = settle_threads(config, self.device)
-        torch.set_num_threads(self.threads)
+        torch.set_num_threads(settle_threads(config, self.device))
+        self.threads = torch.get_num_threads()  # what counts, whatever OMP_NUM_THREADS was: Ray sets it in its actors
         if self.device.type == "cpu":
             keep_freed_memory()
         torch.zeros(1, device=self.device)

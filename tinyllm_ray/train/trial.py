@@ -7,10 +7,11 @@ those of the stage before (with `windows` those of the whole warm-up; `proof` ha
 or `{"event": "error", "out_of_memory", "reason"}`.
 """
 
+import os
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel
@@ -18,6 +19,7 @@ from pydantic import BaseModel
 from tinyllm_ray.clock import Clock
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache, open_cache
+from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.measure.environment import devices
 from tinyllm_ray.measure.gpu_sensors import open_sensors
 from tinyllm_ray.measure.need import Bar
@@ -45,6 +47,8 @@ class TrialRequest(BaseModel):
     """Address of the node's server of token ranges; None reads the cache's files."""
     configuration: str | None = None
     """Path of the candidate's configuration file, relative to the study's folder."""
+    device_kind: Literal["cuda", "cpu"] | None = None
+    """What the study's figures are of; None takes what there is."""
     parity: bool = False
     """Whether one update is compared with the float32 reference, which takes a second model's memory."""
     limit_seconds: float
@@ -78,9 +82,21 @@ def _open_tokens(request: TrialRequest) -> TokenCache | None:
     return open_cache(request.cache)
 
 
+def _check_device(kind: str | None) -> None:
+    """Raises ConfigError where the study's devices are of another kind than the one this process would run on."""
+    if kind is not None and kind != ("cuda" if torch.cuda.is_available() else "cpu"):
+        found = "no GPU" if kind == "cuda" else "a GPU"
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "is not set")
+        raise ConfigError(
+            f"the study is for {kind}, and PyTorch {torch.__version__} finds {found} "
+            f"(CUDA_VISIBLE_DEVICES: {visible}); install the PyTorch that fits, or start this node's Ray with its GPUs"
+        )
+
+
 def _measure_candidate(request: TrialRequest, emit: Emit, begin: float, clock: Clock) -> None:
     emit({"event": "stage", "stage": "start"})
     stages = {"fork": clock() - begin}
+    _check_device(request.device_kind)
     config, cache = Config.model_validate(request.config), _open_tokens(request)
     with Trainer(config, cache, request.range_server) as trainer:
         stages |= trainer.stage_seconds

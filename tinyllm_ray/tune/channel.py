@@ -7,7 +7,7 @@ The child's messages, one JSON object a line (`attach` gives it its end of the l
     {"type": "standing", "exit_status": N}      the status if the study is cut from now on: the report on disk stands
     {"type": "done", "exit_status": N, "message": TEXT}
                                                 the verdict, and why where there is something to say (else left out or
-                                                null); the child then has DONE_SECONDS to end by itself
+                                                null); the first counts, and the child then has DONE_SECONDS to end
 
 Standard library only: the supervisor imports this module.
 """

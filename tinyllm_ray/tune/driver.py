@@ -4,6 +4,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,10 @@ class StudyDriver:
                 self._end(candidate, TrialRecord.model_validate(event["record"]))
             else:
                 running.hear(event)
-                self.shown = self.rows()
+                # Only its own row changes; the others' predictions would be made anew for nothing.
+                self.shown = [
+                    replace(row, detail=_stage(running)) if row.candidate == candidate else row for row in self.shown
+                ]
 
     def lose(self, candidate: str) -> None:
         with self._lock:
@@ -174,6 +178,7 @@ class StudyDriver:
             cache=str(self._cache.folder) if self._cache else None,
             cache_identity=self._cache.identity if self._cache else None,
             configuration=str(path),
+            device_kind=self.study.space.device_kind,
             parity=trial.stage in _STAGES_WITH_PARITY,
             limit_seconds=min(limit, left),
         )

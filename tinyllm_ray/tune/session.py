@@ -33,7 +33,7 @@ class Session:
         driver.publish, driver.changed = self._publish, self._changed
 
     def close(self, ended: str | None, *, interrupted: bool = False) -> int:
-        """Show no more, write the last report, say what the study came to; returns the exit status."""
+        """Show no more, write the last report, say what the study came to, and tell the exit status."""
         with self._lock:
             if self._status is None:
                 self._driver.stop(ended, interrupted=interrupted)
@@ -42,6 +42,8 @@ class Session:
                 for line in closing_lines(self._driver, self._report.out):
                     say(self._console, line)
                 self._status = EXIT_DONE if self._driver.study.selection() is not None else EXIT_NO_RESULT
+                # From here on nothing counts but the end: a Ray that does not shut down costs DONE_SECONDS at most.
+                self._channel.send("done", exit_status=self._status)
             return self._status
 
     def settle(self) -> None:

@@ -107,8 +107,8 @@ def _run_on_ray(
             facts={**_facts(definition, fitted, connection, cache), "alone_on_machine": alone},
         )
         work.session = Session(driver, report, work.channel, console)
-        _measure(driver, report, connection, cache)
-        status = work.session.close(driver.end)
+        lost = _measure(driver, report, connection, cache)
+        status = work.session.close(driver.end or lost)
     work.session.settle()
     return status
 
@@ -125,8 +125,8 @@ def _verifier(
     return PairedVerifier(protocol, RESERVED_SHARE * budget_seconds, objective)
 
 
-def _measure(driver: StudyDriver, report: Report, connection: "Connection", cache: TokenCache | None) -> None:
-    """Run the trials until the study is over."""
+def _measure(driver: StudyDriver, report: Report, connection: "Connection", cache: TokenCache | None) -> str | None:
+    """Run the trials until the study is over; why, where it is the cluster that ended it."""
     from tinyllm_ray.cluster.prefetch import prefetching
     from tinyllm_ray.cluster.trials import run_trials
 
@@ -134,7 +134,7 @@ def _measure(driver: StudyDriver, report: Report, connection: "Connection", cach
     servers: AbstractContextManager[str | None] = prefetching(report.study_id) if cache else nullcontext()
     try:
         with servers as names:
-            run_trials(driver, connection, report.out / CANDIDATES, storage, names)
+            return run_trials(driver, connection, report.out / CANDIDATES, storage, names)
     finally:
         shutil.rmtree(storage, ignore_errors=True)
 

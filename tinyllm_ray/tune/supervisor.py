@@ -12,6 +12,7 @@ import json
 import math
 import os
 import secrets
+import select
 import signal
 import subprocess
 import sys
@@ -42,6 +43,7 @@ LATE_SECONDS = 1.5
 """Past the deadline, for everything; with the interpreter's own exit it has to be under 2 s."""
 
 _TICK_SECONDS = 0.1
+_SAY_SECONDS = 0.03
 _IMPORTED_AT = time.monotonic()
 
 
@@ -185,11 +187,13 @@ def _receive(study: _Study, messages: list[dict[str, Any]]) -> None:
                 records.append(record)
             case {"type": "standing", "exit_status": int(status)}:
                 study.standing = status
-            case {"type": "done", "exit_status": int(status)}:
+            case {"type": "done", "exit_status": int(status)} if study.verdict is None:
                 # After a signal the status is the signal's, whatever the child makes of its clean end.
                 study.verdict = None if study.signals else status
                 study.message = message.get("message")
                 study.kill_within(DONE_SECONDS)
+            case {"type": "done"}:
+                pass  # the first verdict counts, whatever becomes of the clean-up after it
             case _:
                 raise AssertionError(f"the study sent an unknown message: {message}")
     if records:
@@ -278,4 +282,8 @@ def _collected_signals(received: list[int]) -> Iterator[None]:
 
 
 def _say(line: str) -> None:
+    """Unless nobody takes it: a terminal held by Ctrl-S, a full pipe to a pager that waits."""
+    with contextlib.suppress(OSError):
+        if not select.select([], [sys.stderr.fileno()], [], _SAY_SECONDS)[1]:
+            return
     print(f"tinyllm_ray: {line}", file=sys.stderr, flush=True)

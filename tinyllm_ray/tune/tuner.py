@@ -155,8 +155,10 @@ class Tuner:
         deadline = Deadline.after(seconds_left(request.total_seconds, Path(request.out), request.resume))
         values = self.request.model_dump(mode="json", exclude={"budget_seconds"})
         outcome = supervise(STUDY_COMMAND, request=values, deadline=deadline)
-        if outcome.exit_status == EXIT_DONE:
+        if outcome.exit_status == EXIT_DONE and outcome.mirrored:
             return TuneResult.read(self.request.out)
+        if outcome.exit_status == EXIT_DONE:  # reading it might hang, too
+            raise TinyllmRayError(f"{request.out} cannot be read; every record is in {outcome.journal}")
         message = outcome.message or f"the study ended with status {outcome.exit_status}"
         if outcome.exit_status == EXIT_USER:
             raise ConfigError(message)

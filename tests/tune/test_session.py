@@ -1,0 +1,153 @@
+"""How a study's session ends: the verdict reaches the supervisor before Ray is shut down."""
+
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import FakeClock
+from rich.console import Console
+
+from tinyllm_ray.clock import Deadline
+from tinyllm_ray.config import load
+from tinyllm_ray.records import Fate
+from tinyllm_ray.search.fitting import fit_space
+from tinyllm_ray.search.space import load_space
+from tinyllm_ray.search.study import Study
+from tinyllm_ray.train.outcome import RunningCandidate, build_record
+from tinyllm_ray.tune.channel import Channel, Lines
+from tinyllm_ray.tune.driver import StudyDriver
+from tinyllm_ray.tune.report import Report
+from tinyllm_ray.tune.session import Session
+
+CONFIG = load("nano")
+BUDGET_SECONDS = 100.0
+
+
+class Running:
+    """A study of nano on two cores whose candidates are told by hand."""
+
+    def __init__(self, out: Path, lines: Lines, channel: Channel, budget_seconds: float) -> None:
+        (out / "candidates").mkdir()
+        self._lines = lines
+        self.out = out
+        self.clock = FakeClock()
+        self.said = io.StringIO()
+        self.driver = StudyDriver(
+            Study(fit_space(load_space("smoke"), CONFIG, "cpu", cores=2)),
+            "study",
+            CONFIG,
+            None,
+            out,
+            Deadline.after(budget_seconds, self.clock),
+        )
+        report = Report(out, "study", CONFIG, budget_seconds, lambda: 1.0)
+        self.session = Session(self.driver, report, channel, Console(file=self.said, width=200))
+
+    def measure(self, request: Any, took_seconds: float, fate: Fate = Fate.COMPLETE, reason: str | None = None) -> None:
+        """The candidate ends after so many seconds."""
+        self.clock.advance(took_seconds)
+        running = RunningCandidate(request, Deadline.after(1), 0.0, 0.0)
+        proof = {"trajectory": [{"update": 10, "loss": 9.0, "grad_norm": 1.0}]}
+        running.hear({"event": "stage", "stage": "start", "seconds": 1.0})
+        if fate is Fate.COMPLETE:
+            running.hear({"event": "result", "targets_per_second": 2e3, "seconds_per_update": 1.0, "proof": proof})
+        record = build_record(running, fate, reason, took_seconds, {}, {"sha256": "0", "dirty": None}, None)
+        self.driver.hear(request["candidate"], {"event": "record", "record": record.model_dump(mode="json")})
+
+    def verdicts(self) -> list[int]:
+        """What the supervisor has been told is the end."""
+        return [message["exit_status"] for message in self._lines.read(0) or [] if message["type"] == "done"]
+
+
+@pytest.fixture
+def lines_and_channel() -> Iterator[tuple[Lines, Channel]]:
+    reading, writing = os.pipe()
+    lines = Lines(reading)
+    yield lines, Channel({}, writing)
+    lines.close()
+    os.close(writing)
+
+
+@pytest.fixture
+def running(tmp_path: Path, lines_and_channel: tuple[Lines, Channel]) -> Running:
+    return Running(tmp_path, *lines_and_channel, BUDGET_SECONDS)
+
+
+def test_the_verdict_is_told_once_the_last_report_stands_and_not_with_the_processs_end(running: Running) -> None:
+    """What comes after it, a Ray shutdown for one, may hang."""
+    request = running.driver.ask()
+    running.measure(request, took_seconds=20)
+    assert running.verdicts() == []
+    assert running.session.close("space exhausted") == 0
+    assert running.verdicts() == [0]
+    assert (running.out / "selected.yaml").exists()
+    assert running.session.close("SIGTERM", interrupted=True) == 0
+    assert running.verdicts() == [], "it ends once"
+
+
+def test_a_budget_for_nothing_but_the_baseline_has_the_baseline_for_its_answer(running: Running) -> None:
+    request = running.driver.ask()
+    assert request is not None
+    running.measure(request, took_seconds=BUDGET_SECONDS - 5)
+    assert running.driver.ask() is None
+    assert running.driver.finished
+    assert running.session.close(running.driver.end) == 0
+    assert load(running.out / "selected.yaml").execution.model_dump(mode="json") == request["config"]["execution"]
+    said = running.said.getvalue()
+    assert "ended: budget: the next candidate needs up to" in said
+    assert "and 5 s are left" in said
+
+
+def test_a_budget_too_small_for_the_baseline_is_said(tmp_path: Path, lines_and_channel: tuple[Lines, Channel]) -> None:
+    running = Running(tmp_path, *lines_and_channel, budget_seconds=3)
+    assert running.driver.ask() is None
+    assert running.session.close(running.driver.end) == 3
+    assert running.verdicts() == [3]
+    said = running.said.getvalue()
+    assert "ended: budget: the baseline needs about" in said
+    assert "and 3 s are left" in said
+    assert not (tmp_path / "selected.yaml").exists()
+
+
+def test_a_candidate_that_the_budget_cut_is_listed_as_that(running: Running) -> None:
+    baseline = running.driver.ask()
+    running.measure(baseline, took_seconds=20)
+    cut = running.driver.ask()
+    assert cut is not None
+    assert running.session.close("the budget's end", interrupted=True) == 0
+    assert running.driver.row(cut["candidate"]).state == "interrupted"
+    assert "ended: the budget's end" in running.said.getvalue()
+
+
+def test_where_nothing_fits_every_size_is_named_and_none_is_selected(running: Running) -> None:
+    tried = []
+    while (request := running.driver.ask()) is not None:
+        tried.append(request["config"]["execution"])
+        running.measure(request, 1, Fate.OUT_OF_MEMORY, "OutOfMemoryError: 3 GiB")
+    assert running.session.close(running.driver.end) == 3
+    assert running.verdicts() == [3]
+    kinds = [(execution["update"], execution["micro_batch_size"]) for execution in tried]
+    assert len(set(kinds)) == len(kinds), "a size that did not fit is not tried again"
+    details = {row.detail for row in running.driver.rows() if row.state == "out_of_memory"}
+    assert details == {"OutOfMemoryError: 3 GiB"}
+    assert "no candidate gave a figure that can be believed" in running.said.getvalue()
+
+
+def test_one_bad_candidate_costs_nothing_but_itself(running: Running) -> None:
+    baseline = running.driver.ask()
+    running.measure(baseline, 1)
+    bad = running.driver.ask()
+    assert bad is not None
+    running.measure(bad, 1, Fate.FAILED, "ValueError: why")
+    while (request := running.driver.ask()) is not None:
+        assert request["candidate"] != bad["candidate"]
+        running.measure(request, 1)
+    assert running.session.close(running.driver.end) == 0
+    row = running.driver.row(bad["candidate"])
+    assert (row.state, row.detail) == ("failed", "ValueError: why")
+    states = [row.state for row in running.driver.rows()]
+    assert states.count("failed") == 1
+    assert states.count("complete") >= 2
