@@ -5,6 +5,7 @@
 #   cluster/local_slurm.sh login DIR COMMAND...                   run a command as on the login node
 #   cluster/local_slurm.sh on DIR NODE COMMAND...                 run a command on a node
 #   cluster/local_slurm.sh kill DIR NODE                          a node loses its power
+#   cluster/local_slurm.sh revive DIR NODE                        and has it again
 #   cluster/local_slurm.sh stop DIR                               end everything and remove DIR
 #
 # A node has its own network (10.83.0.1x), host name, processes, /tmp and /dev/shm; DIR, and the SHARED paths that lie
@@ -162,7 +163,7 @@ on_node() { # NODE COMMAND...
   nsenter -t "$inside" -m -u -n -p env SLURM_CONF="$DIR/etc/slurm.conf" "${@:2}"
 }
 
-[ $# -ge 2 ] || { sed -n '2,13p' "$0" >&2; exit 2; }
+[ $# -ge 2 ] || { sed -n '2,14p' "$0" >&2; exit 2; }
 command=$1
 mkdir -p "$2"
 DIR=$(readlink -f "$2")
@@ -173,6 +174,7 @@ case $command in
   login) login "$@" ;;
   on) on_node "$@" ;;
   kill) end_tree "$(cat "$DIR/run/node-$1.pid")" ;;
+  revive) start_node "$1" ;;
   stop) stop ;;
-  *) fail "$command is none of start, login, on, kill and stop" ;;
+  *) fail "$command is none of start, login, on, kill, revive and stop" ;;
 esac

@@ -11,14 +11,21 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _TICK_SECONDS = 0.05
+_prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
 def adopt_orphans() -> None:
     """Have descendants whose parent ends become children of this process (prctl(2), PR_SET_CHILD_SUBREAPER)."""
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+    if _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it is gone; for `preexec_fn`."""
+    _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
 def descendants(keep: Iterable[int] = ()) -> dict[int, str]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from tinyllm_ray.allocation import END_VARIABLE
 from tinyllm_ray.clock import Deadline, parse_duration, parse_slurm_time
-from tinyllm_ray.cluster.descendants import adopt_orphans, end_descendants
+from tinyllm_ray.cluster.descendants import adopt_orphans, die_with_parent, end_descendants
 from tinyllm_ray.cluster.jobs import RECORD, ask_slurm, log_folder
 from tinyllm_ray.cluster.node import Node, ray_environment
 from tinyllm_ray.cluster.nodes import Share, parse_shares
@@ -196,7 +196,9 @@ def run(
     command: Sequence[str], environment: Mapping[str, str], steps: Steps, head: str, received: Sequence[int]
 ) -> int:
     """Run the command to its end, telling it of signals; its exit status, or 1 where the head went away under it."""
-    process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent
+    )
     kill_at, heard, lost = None, 0, set(steps.ended)
     while process.poll() is None:
         steps.hear(_TICK_SECONDS)

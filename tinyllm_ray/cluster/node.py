@@ -140,7 +140,7 @@ def ray_environment(environment: Mapping[str, str], token: Path) -> dict[str, st
 
 def ray_arguments(node: Node, address: str, ports: tuple[int, ...], folder: Path) -> list[str]:
     """Arguments of `ray start` for a node at `address`; `ports` has PORTS_A_JOB entries on the head and none else."""
-    mib = max(node.memory_mib - OBJECT_STORE_MIB, OBJECT_STORE_MIB)
+    mib = max((node.memory_mib or share_of_host(node.cpus)) - OBJECT_STORE_MIB, OBJECT_STORE_MIB)
     arguments = [
         f"--node-ip-address={address}",
         f"--num-cpus={node.cpus}",
@@ -166,6 +166,12 @@ def ray_arguments(node: Node, address: str, ports: tuple[int, ...], folder: Path
         f"--temp-dir={folder / 'r'}",  # one deeper: Ray opens its folder to everyone
         *arguments,
     ]
+
+
+def share_of_host(cpus: int) -> int:
+    """MiB of this host's memory that go with `cpus` of its processors, where Slurm hands out processors only."""
+    mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
+    return mib * min(cpus, os.cpu_count() or 1) // (os.cpu_count() or 1)
 
 
 def _stay(told: list[float]) -> int:
