@@ -1,7 +1,7 @@
 #!/bin/bash
 # A developer's Slurm on one machine: a real slurmctld and a slurmd a node, every node in namespaces of its own.
 #
-#   cluster/local_slurm.sh start DIR [NODES [CPUS [SHARED...]]]   boot; the nodes are n1, n2, ...
+#   cluster/local_slurm.sh start DIR [NODES [CPUS [GPUS [SHARED...]]]]  boot; the nodes are n1, n2, ...
 #   cluster/local_slurm.sh login DIR COMMAND...                   run a command as on the login node
 #   cluster/local_slurm.sh on DIR NODE COMMAND...                 run a command on a node
 #   cluster/local_slurm.sh kill DIR NODE                          a node loses its power
@@ -10,7 +10,7 @@
 #
 # A node has its own network (10.83.0.1x), host name, processes, /tmp and /dev/shm; DIR, and the SHARED paths that lie
 # under /tmp, are the shared file system. Needs root, and on Debian: slurm-wlm slurm-client munge iproute2.
-# Nothing is enforced (no control groups): the processor counts are only Slurm's word.
+# Nothing is enforced (no control groups): processors are only Slurm's word, and GPUs copies of /dev/null.
 set -euo pipefail
 
 NETWORK=10.83.0
@@ -25,9 +25,9 @@ until_true() { # SECONDS COMMAND...
 
 login() { nsenter --net="/run/netns/$(cat "$DIR/name")-login" env SLURM_CONF="$DIR/etc/slurm.conf" "$@"; }
 
-write_configuration() { # NODES CPUS
-  local node
-  mkdir -p "$DIR"/{etc,log,run,state,spool,munge}
+write_configuration() { # NODES CPUS GPUS
+  local node gpu
+  mkdir -p "$DIR"/{etc,dev,log,run,state,spool,munge}
   chmod 711 "$DIR/munge"
   (umask 077; head -c 256 /dev/urandom >"$DIR/munge/key")
   {
@@ -54,6 +54,7 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=5,bf_interval=5
 SlurmdParameters=config_overrides
 ReturnToService=2
 SlurmdTimeout=15
+GresTypes=gpu
 KillWait=5
 MinJobAge=600
 JobCompType=jobcomp/filetxt
@@ -63,9 +64,13 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP DefMemPerCPU=
 PartitionName=short Nodes=ALL MaxTime=2 State=UP
 CONF
     for ((node = 1; node <= $1; node++)); do
-      echo "NodeName=n$node NodeHostname=n$node NodeAddr=$NETWORK.$((10 + node)) CPUs=$2 RealMemory=$MEMORY_MB State=UNKNOWN"
+      echo "NodeName=n$node NodeHostname=n$node NodeAddr=$NETWORK.$((10 + node)) CPUs=$2 Gres=gpu:$3 RealMemory=$MEMORY_MB State=UNKNOWN"
     done
   } >"$DIR/etc/slurm.conf"
+  for ((gpu = 0; gpu < $3; gpu++)); do
+    mknod -m 666 "$DIR/dev/gpu$gpu" c 1 3
+    echo "NodeName=n[1-$1] Name=gpu File=$DIR/dev/gpu$gpu"
+  done >"$DIR/etc/gres.conf"
   # slurmd looks for a cgroup version even where no plugin uses one; named, it does not.
   printf 'CgroupAutomount=no\nCgroupPlugin=cgroup/v1\n' >"$DIR/etc/cgroup.conf"
   {
@@ -118,13 +123,13 @@ start_node() { # NODE
   echo $! >"$DIR/run/node-$1.pid"
 }
 
-start() { # NODES CPUS SHARED...
+start() { # NODES CPUS GPUS SHARED...
   local node nodes=$1
   [ "$(id -u)" = 0 ] || fail "network namespaces need root"
   [ -e "$DIR/name" ] && fail "$DIR is in use"
   echo "tr$$" >"$DIR/name"
-  write_configuration "$1" "$2"
-  printf '%s\n' "$DIR" "${@:3}" >"$DIR/shared"
+  write_configuration "$1" "$2" "$3"
+  printf '%s\n' "$DIR" "${@:4}" >"$DIR/shared"
   setsid munged --foreground --force --key-file="$DIR/munge/key" --socket="$DIR/munge/socket" \
     --pid-file="$DIR/munge/pid" --seed-file="$DIR/munge/seed" --log-file="$DIR/log/munged.log" --num-threads=2 \
     </dev/null &>"$DIR/log/munged.out" &
@@ -169,7 +174,7 @@ mkdir -p "$2"
 DIR=$(readlink -f "$2")
 shift 2
 case $command in
-  start) start "${1:-3}" "${2:-4}" "${@:3}" ;;
+  start) start "${1:-3}" "${2:-4}" "${3:-0}" "${@:4}" ;;
   boot) boot_node "$1" ;;
   login) login "$@" ;;
   on) on_node "$@" ;;

@@ -1,5 +1,7 @@
 """The deadline is the smaller of the budget and the allocation's time left less a margin."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from tinyllm_ray.allocation import (
     seconds_within_allocation,
 )
 from tinyllm_ray.errors import ConfigError
+from tinyllm_ray.tune.__main__ import main
 
 
 def within(budget: float, left: float) -> float:
@@ -44,3 +47,12 @@ def test_it_is_never_beyond_the_budget_nor_the_allocation(budget: float, left: f
     seconds = within(budget, left)
     assert 0 < seconds <= budget
     assert seconds < left
+
+
+def test_a_study_in_an_allocation_that_is_over_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(END_VARIABLE, "1700000000")
+    assert main(["--budget", "45m", "--out", str(tmp_path / "study")]) == 2
+    assert capsys.readouterr().err.startswith("error: the Slurm allocation ended")
+    assert list(tmp_path.iterdir()) == []

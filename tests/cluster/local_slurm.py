@@ -70,13 +70,8 @@ class LocalSlurm:
         """Names in a node's own /tmp."""
         return sorted(path.name for path in (self.folder / "node" / node / "tmp").iterdir())
 
-    def power(self, action: str, node: str) -> None:
-        """`kill` or `revive` a node; returns when Slurm has it back, after `revive`."""
-        subprocess.run([SCRIPT, action, self.folder, node], check=True)
-        if action == "revive":
-            self.wait(
-                lambda: self.login("sinfo", "-h", "-N", "-n", node, "-p", "main", "-o", "%t").strip() == "idle", 60
-            )
+    def kill(self, node: str) -> None:
+        subprocess.run([SCRIPT, "kill", self.folder, node], check=True)
 
     @staticmethod
     def wait(condition: Callable[[], bool], seconds: float) -> None:
@@ -88,13 +83,13 @@ class LocalSlurm:
 
 
 @contextmanager
-def booted(nodes: int, cpus: int, cache: Path) -> Iterator[LocalSlurm]:
+def booted(nodes: int, cpus: int, gpus: int, cache: Path) -> Iterator[LocalSlurm]:
     """While entered, a Slurm with nodes n1, n2, ...; it and all of its processes are gone afterwards."""
     # Not in a test's own folder: a socket's path is short, and nodes have a /tmp of their own.
     folder = Path(tempfile.mkdtemp(prefix="tinyllm-slurm-", dir="/var/tmp"))
     shared = [str(path) for path in (ROOT, Path(sys.prefix), Path(sys.base_prefix), cache)]
     try:
-        subprocess.run([SCRIPT, "start", folder, str(nodes), str(cpus), *shared], check=True)
+        subprocess.run([SCRIPT, "start", folder, *map(str, (nodes, cpus, gpus)), *shared], check=True)
         slurm = LocalSlurm(folder, (f"TINYLLM_RAY_CACHE={cache}", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1"))
         slurm.work.mkdir()
         yield slurm

@@ -53,6 +53,16 @@ def test_before_the_deadline_it_waits_for_those_that_may_come_until_a_signal() -
         gather(steps(["n1", "n2"]), NODES, 2, in_time(), [15])
 
 
+def test_a_step_that_ends_is_missing_with_sruns_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "srun").write_text("#!/bin/sh\nread secret\necho 'srun: error: no way' >&2\necho more >&2\nexit 9\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    made = Steps(tmp_path, "secret", ["true"])
+    made.start(Node(job=1, name="n1", head=None, cpus=1, gpus=0, memory_mib=0))
+    with pytest.raises(NoResultError, match=r"missing: n1 \(its step ended with 9: no way\)$"):
+        gather(made, ["n1"], 1, Deadline.after(60), [])
+
+
 def test_what_runs_is_a_command_of_the_package_or_a_file() -> None:
     assert program(["tune", "--budget", "45m"]) == ["-m", "tinyllm_ray.tune", "--budget", "45m"]
     assert program(["--", "train", "evaluate", "--"]) == ["-m", "tinyllm_ray.train", "evaluate", "--"]

@@ -102,8 +102,12 @@ def _status(options: argparse.Namespace) -> None:
     if job.log is not None:
         say(f"log: {job.log}")
     if job.state == "RUNNING":
-        record = jobs.cluster_record(job)
-        say(f"cluster: {len(record['nodes'])} nodes, {', '.join(record['nodes'])}; head {record['head']}")
+        try:
+            record = jobs.cluster_record(job)
+        except ConfigError:
+            say("cluster: not ready yet")
+        else:
+            say(f"cluster: {len(record['nodes'])} nodes, {', '.join(record['nodes'])}; head {record['head']}")
 
 
 def _logs(options: argparse.Namespace) -> None:

@@ -25,7 +25,7 @@ from tinyllm_ray.clock import Deadline, parse_duration, parse_slurm_time
 from tinyllm_ray.cluster.descendants import adopt_orphans, die_with_parent, end_descendants
 from tinyllm_ray.cluster.jobs import RECORD, ask_slurm, log_folder
 from tinyllm_ray.cluster.node import Node, ray_environment
-from tinyllm_ray.cluster.nodes import Share, parse_shares
+from tinyllm_ray.cluster.nodes import Share, job_field, parse_shares
 from tinyllm_ray.cluster.steps import Steps
 from tinyllm_ray.command import Parser, exit_status, say
 from tinyllm_ray.errors import EXIT_BUG, ConfigError, NoResultError
@@ -95,7 +95,7 @@ def launch(options: argparse.Namespace, received: Sequence[int]) -> int:
     try:
         head = shares[0].node
         place = {"job": number, "scratch": options.scratch, "interface": options.interface}
-        steps.start(as_node(shares[0], None, place))
+        steps.start(as_node(shares[0], None, place | {"known_as": slurm_address(head)}))
         gather(steps, [head], 1, deadline, received)
         address = steps.ready[head]["address"]
         for share in shares[1:]:
@@ -147,6 +147,11 @@ def this_job(environment: Mapping[str, str]) -> tuple[int, str]:
 
 def as_node(share: Share, head: str | None, place: Mapping[str, Any]) -> Node:
     return Node(name=share.node, head=head, cpus=share.cpus, gpus=share.gpus, memory_mib=share.memory_mib, **place)
+
+
+def slurm_address(node: str) -> str | None:
+    """The address by which Slurm itself reaches a node; a host's own name may lead to a loopback address there."""
+    return job_field(ask_slurm("scontrol", "show", "node", "--oneliner", node), "NodeAddr")
 
 
 def gather(steps: Steps, nodes: Sequence[str], wanted: int, deadline: Deadline, received: Sequence[int]) -> None:

@@ -55,6 +55,8 @@ class Node:
     gpus: int
     memory_mib: int
     """0 where Slurm does not hand out memory."""
+    known_as: str | None = None
+    """The address that Slurm has for the node; None for its name."""
     scratch: str = "/tmp"
     interface: str | None = None
     """The network interface to listen at; None for the address that Slurm has for the node."""
@@ -84,7 +86,7 @@ def _start(node: Node, folder: Path, token: Path) -> dict[str, Any]:
     """Start Ray; what the launcher has to know of it. Raises TinyllmRayError with Ray's last line where it fails."""
     environment = ray_environment(os.environ, token)
     for _ in range(_MOST_STARTS):
-        address = own_address(node.name, node.interface)
+        address = own_address(node.known_as or node.name, node.interface)
         if node.head is not None and node.interface is None:
             address = address_towards(node.head.rpartition(":")[0]) or address
         ports = free_ports(node.job) if node.head is None else ()

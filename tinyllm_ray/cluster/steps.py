@@ -101,12 +101,22 @@ class Steps:
     def _note(self, node: str, message: Mapping[str, Any] | None) -> None:
         if message is None:
             status = self._running[node].returncode
-            self.ended.setdefault(node, f"its step ended with {status}; {self._logs / node}.log has more")
+            words = complaint(self._logs / f"{node}.log")
+            self.ended.setdefault(node, f"its step ended with {status}{': ' if words else ''}{words}")
             self.ready.pop(node, None)
         elif message["event"] == "ready":
             self.ready[node] = dict(message)
         else:
             self.ended[node] = str(message["reason"])
+
+
+def complaint(log: Path) -> str:
+    """The first thing that srun complained of in a node's log; empty where it did not."""
+    with contextlib.suppress(OSError):
+        for line in log.read_text(errors="replace").splitlines():
+            if line.startswith("srun: error: "):
+                return line.removeprefix("srun: error: ")
+    return ""
 
 
 def step_command(node: Node) -> list[str]:
@@ -119,5 +129,5 @@ def step_command(node: Node) -> list[str]:
         f"--cpus-per-task={node.cpus}",
         *([f"--mem={node.memory_mib}M"] if node.memory_mib else []),
         f"--gres=gpu:{node.gpus}" if node.gpus else "--gres=none",
-        "--unbuffered",
+        *("--mpi=none", "--unbuffered"),
     ]
