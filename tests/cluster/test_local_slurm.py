@@ -116,6 +116,38 @@ def test_a_study_runs_on_two_nodes_by_submit(slurm: LocalSlurm) -> None:
     assert_nothing_is_left(slurm, job)
 
 
+def test_the_warning_has_a_study_save_what_it_has_and_end(slurm: LocalSlurm) -> None:
+    space = ("--space", "space.yaml", "--windows", 9, "--updates-per-window", 50)
+    study = ("tune", "--budget", "5m", "--config", "recipe.yaml", *space, "--out", "warned")
+    job = slurm.submit("--nodes", 2, "--cpus-per-node", 2, "--time", 10, "--", *study)
+    slurm.wait_for_line(job, "t1: complete")
+    slurm.login("scancel", "--batch", "--signal=USR1", job)
+    assert slurm.ended(job, 60) == "FAILED"
+    assert slurm.field(job, "ExitCode") == "143:0"
+    summary = json.loads((slurm.work / "warned" / "summary.json").read_text())
+    states = [row["state"] for row in summary["candidates"]]
+    assert states[0] == "complete"
+    assert "running" not in states
+    assert_nothing_is_left(slurm, job)
+
+
+def test_two_jobs_on_one_node_leave_each_other_alone(slurm: LocalSlurm) -> None:
+    size = ("--cpus-per-node", 2, "--time", 5, "--sbatch=--nodelist=n1")
+    staying = slurm.submit(*size, "--", "stubborn.py")
+    going = slurm.submit(*size, "--", "count.py")
+    assert slurm.ended(going) == "COMPLETED", slurm.log(going).read_text()
+    assert "NODES 1\n" in slurm.log(going).read_text()
+    slurm.wait_for_line(staying, "the command runs")
+    assert len([line for line in slurm.processes("n1") if "raylet/raylet" in line.split(" ")[0]]) == 1
+    ports = [
+        set(json.loads((slurm.work / f"tinyllm-{job}" / "cluster.json").read_text())["ports"])
+        for job in (staying, going)
+    ]
+    assert not ports[0] & ports[1]
+    slurm.login("scancel", staying)
+    assert slurm.ended(staying) == "CANCELLED"
+
+
 def test_a_plain_sbatch_of_the_shipped_script_passes_the_commands_status_on(slurm: LocalSlurm) -> None:
     (slurm.work / "seven.py").write_text("raise SystemExit(7)")
     script = ROOT / "cluster" / "ray_cluster.sbatch"
