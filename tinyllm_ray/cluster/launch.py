@@ -86,7 +86,7 @@ def launch(options: argparse.Namespace, received: Sequence[int]) -> int:
     command = [*python, *program(options.command)]
     number, job = this_job(os.environ)
     shares = parse_shares(job)
-    wanted = options.min_nodes or len(shares)
+    wanted = len(shares) if options.min_nodes is None else options.min_nodes
     if not 1 <= wanted <= len(shares):
         raise ConfigError(f"--min-nodes {wanted}: the job has {len(shares)} nodes; give 1 to {len(shares)}")
     logs = log_folder(job, number)
@@ -102,6 +102,8 @@ def launch(options: argparse.Namespace, received: Sequence[int]) -> int:
             steps.start(as_node(share, address, place))
         gather(steps, [share.node for share in shares], wanted, deadline, received)
         missing = [share.node for share in shares if share.node not in steps.ready]
+        if head in missing:
+            raise NoResultError(f"the cluster's head went away: {describe(steps, [head])}")
         steps.end(missing, 0.0)
         (logs / RECORD).write_text(json.dumps({"job": number, "head": head, **steps.ready[head], "nodes": steps.ready}))
         say(
