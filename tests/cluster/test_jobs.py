@@ -47,6 +47,11 @@ def test_a_waiting_job_has_a_reason_and_no_nodes() -> None:
     assert parse_job(4, text) == Job(4, "PENDING", "PartitionTimeLimit", None, "00:10:00", Path("/a/t-4.log"))
 
 
+def test_a_job_is_active_until_it_has_ended_for_good() -> None:
+    states = ["PENDING", "RUNNING", "COMPLETING", "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"]
+    assert [parse_job(4, f"JobId=4 JobState={state}").active for state in states] == [True] * 3 + [False] * 5
+
+
 def test_a_job_long_gone_is_known_by_its_last_run() -> None:
     text = "PREEMPTED|n[1-2]|/home/u\nCANCELLED by 1000|n1|/home/u\n"
     assert parse_accounting(9, text) == Job(9, "CANCELLED", "by 1000", "n1", None, Path("/home/u/tinyllm-9.log"))

@@ -156,6 +156,13 @@ def test_a_plain_sbatch_of_the_shipped_script_passes_the_commands_status_on(slur
     assert slurm.ended(job) == "FAILED"
     assert slurm.field(job, "ExitCode") == "7:0"
     assert_nothing_is_left(slurm, job)
+    for action, number, said in (
+        ("dashboard", job, f"error: job {job} has ended (FAILED), and its dashboard with it\n"),
+        ("cancel", job, f"error: job {job} has ended already: FAILED\n"),
+        ("cancel", 999, "error: Slurm knows no job 999; python -m tinyllm_ray.cluster status lists yours\n"),
+    ):
+        done = slurm.try_login(sys.executable, "-m", "tinyllm_ray.cluster", action, number)
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
 
 
 def test_scancel_leaves_no_process(slurm: LocalSlurm) -> None:

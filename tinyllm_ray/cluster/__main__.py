@@ -125,12 +125,18 @@ def _logs(options: argparse.Namespace) -> None:
 
 
 def _cancel(options: argparse.Namespace) -> None:
+    job = jobs.show(options.job)  # scancel says nothing of a job that is not there
+    if not job.active:
+        raise ConfigError(f"job {job.number} has ended already: {job.state}")
     jobs.cancel(options.job)
     say(f"job {options.job} is told to end")
 
 
 def _dashboard(options: argparse.Namespace) -> None:
-    record = jobs.cluster_record(jobs.show(options.job))
+    job = jobs.show(options.job)
+    if not job.active:
+        raise ConfigError(f"job {job.number} has ended ({job.state}), and its dashboard with it")
+    record = jobs.cluster_record(job)
     port, head = record["dashboard_port"], record["head"]
     through = ["-J", options.login] if options.login else []
     tunnel = ["ssh", "-N", "-L", f"{port}:127.0.0.1:{port}", *through, head]

@@ -19,6 +19,7 @@ RECORD = "cluster.json"
 """The file in a job's log folder that says where its cluster is."""
 QUEUE_FORMAT = "%i|%T|%L|%R|%j"
 
+_ACTIVE = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "RESIZING"}
 _PREFIX = re.compile(r"^(?:sbatch|squeue|scontrol|scancel|sacct|slurm_\w+)(?:: error:| error:|:)\s*")
 _NUMBER = re.compile(r"(\d{1,10})(?:;\S*)?\s*", re.ASCII)
 
@@ -35,6 +36,11 @@ class Job:
     limit: str | None
     """Its time limit, as Slurm writes it."""
     log: Path | None
+
+    @property
+    def active(self) -> bool:
+        """Whether it waits, runs, or may run again."""
+        return self.state in _ACTIVE
 
 
 def ask_slurm(*command: str, text: str = "") -> str:

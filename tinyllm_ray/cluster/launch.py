@@ -226,6 +226,8 @@ def run(
     left = end_descendants(patience_seconds=1.0, limit_seconds=5.0, keep=steps.processes)
     if left:
         say(f"cluster: not ended by the kernel yet: {', '.join(left)}", sys.stderr)
+    if process.returncode < 0 and not received:
+        say(f"cluster: the command was ended by {signal.Signals(-process.returncode).name}", sys.stderr)
     status = process.returncode if process.returncode >= 0 else 128 - process.returncode
     return status or (EXIT_BUG if head in lost else 0)
 
