@@ -1,6 +1,7 @@
-"""Which tests run (`slow` with --slow only, `gpu` where there is a CUDA device only), and what they share."""
+"""Which tests run (`slow` and `slurm` with the option of that name, `gpu` on a CUDA device), and what they share."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ def pytest_configure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests that take minutes as well")
+    parser.addoption("--slurm", action="store_true", help="run the tests that boot a Slurm of several nodes as well")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -32,10 +34,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if gpu_items and not _has_gpu():
         for item in gpu_items:
             item.add_marker(needs_gpu)
+    if why := _no_slurm(config):
+        for item in items:
+            if item.get_closest_marker("slurm"):
+                item.add_marker(pytest.mark.skip(reason=why))
     if not config.getoption("--slow"):
         for item in items:
             if item.get_closest_marker("slow"):
                 item.add_marker(needs_slow)
+
+
+def _no_slurm(config: pytest.Config) -> str | None:
+    if not config.getoption("--slurm"):
+        return "boots a Slurm of several nodes on this machine; run with --slurm"
+    missing = [name for name in ("slurmctld", "slurmd", "munged", "ip", "nsenter") if shutil.which(name) is None]
+    if missing:
+        return f"no {', '.join(missing)}: apt-get install slurm-wlm slurm-client munge iproute2"
+    return None if os.getuid() == 0 else "network namespaces need root"
 
 
 def _has_gpu() -> bool:

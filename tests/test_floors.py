@@ -21,6 +21,7 @@ STANDARD_LIBRARY_ONLY = (
     "errors",
     "clock",
     "journal",
+    "allocation",
     "tune.budget",
     "tune.supervisor",
     "tune.channel",

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import tinyllm_ray.cluster.__main__ as cluster_command
 import tinyllm_ray.data.__main__ as data_command
 import tinyllm_ray.train.__main__ as train_command
 import tinyllm_ray.train.convert as convert
@@ -18,6 +19,7 @@ from tinyllm_ray.tune import TuneResult
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 PARSERS = {
+    "tinyllm_ray.cluster": cluster_command.build_parser,
     "tinyllm_ray.data": data_command.build_parser,
     "tinyllm_ray.train": train_command.build_parser,
     "tinyllm_ray.tune": tune_command.build_parser,

@@ -33,14 +33,35 @@ def test_it_holds_its_data_and_not_the_tests(python: Path, tmp_path: Path) -> No
     code = (
         "import tinyllm_ray, importlib.util as u; from tinyllm_ray.config import preset_names;"
         "from tinyllm_ray.search.space import space_names; print(tinyllm_ray.__file__); print(preset_names());"
-        "print(space_names()); print(u.find_spec('tests'))"
+        "from tinyllm_ray.cluster.site import shipped_files; print(space_names()); print(sorted(shipped_files()));"
+        "print(u.find_spec('tests'))"
     )
     lines = subprocess.run([python, "-c", code], cwd=tmp_path, check=True, text=True, capture_output=True).stdout
-    file, presets, spaces, tests = lines.splitlines()
+    file, presets, spaces, cluster, tests = lines.splitlines()
     assert Path(file).is_relative_to(python.parents[1])
     assert presets == str(preset_names())
     assert spaces == "['execution', 'packed', 'smoke']"
+    assert cluster == "['gh200.yaml', 'local_slurm.sh', 'ray_cluster.sbatch']"
     assert tests == "None"
+
+
+def test_it_submits_jobs_from_an_empty_folder(python: Path, tmp_path: Path) -> None:
+    command = [
+        python,
+        "-m",
+        "tinyllm_ray.cluster",
+        "submit",
+        "--site",
+        "gh200",
+        "--dry-run",
+        "--",
+        "tune",
+        "--budget",
+        "9m",
+    ]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, check=True, text=True, capture_output=True)
+    assert "#SBATCH --partition=gh200" in done.stdout
 
 
 def test_the_main_job_runs_from_an_empty_folder(python: Path, built_root: Path, tmp_path: Path) -> None:

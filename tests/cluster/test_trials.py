@@ -58,6 +58,8 @@ def test_candidates_share_one_actor_and_a_failing_one_does_not_end_it(connection
     assert len(script.actors) == 3
     assert len(set(script.actors)) == 1
     assert set(script.niceness) == {os.getpriority(os.PRIO_PROCESS, 0)}, "they run as a training does"
+    # Tune's storage is the driver's own disk: a trial on another node could write nothing there, and would be lost.
+    assert not list((tmp_path / "tune").rglob("checkpoint_*"))
 
 
 def test_a_killed_actor_costs_its_candidate_only(connection: Connection, tmp_path: Path) -> None:

@@ -76,7 +76,14 @@ def run_trials(
             trial_name_creator=lambda trial: trial.config["request"]["candidate"],
             trial_dirname_creator=lambda trial: trial.config["request"]["candidate"],
         ),
-        run_config=tune.RunConfig(name="tune", storage_path=str(storage), verbose=0, stop=room),
+        run_config=tune.RunConfig(
+            name="tune",
+            storage_path=str(storage),
+            verbose=0,
+            stop=room,
+            # A trial has nothing to keep, and its node need not see the driver's storage.
+            checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
+        ),
     )
     tuner.fit()
     searcher.lose_the_rest()

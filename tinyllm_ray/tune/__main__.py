@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+from tinyllm_ray.allocation import seconds_within_allocation
 from tinyllm_ray.clock import Deadline, parse_duration
 from tinyllm_ray.command import Parser, exit_status
 from tinyllm_ray.tune.budget import seconds_left
@@ -41,8 +42,9 @@ def _supervise(options: argparse.Namespace) -> int:
     budget = parse_duration(options.budget, "--budget")
     age = process_age_seconds()
     request = _request(options, budget, age)
-    left = seconds_left(budget, Path(str(request["out"])), options.resume)
-    return supervise(STUDY_COMMAND, request=request, deadline=Deadline.after(left - age)).exit_status
+    left = seconds_left(budget, Path(str(request["out"])), options.resume) - age
+    deadline = Deadline.after(seconds_within_allocation(left, os.environ))
+    return supervise(STUDY_COMMAND, request=request, deadline=deadline).exit_status
 
 
 def build_parser() -> Parser:

@@ -1,0 +1,97 @@
+"""A Slurm of several nodes on this machine, and what its tests ask of it."""
+
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "cluster" / "local_slurm.sh"
+_ITS_OWN = re.compile(r"local_slurm\.sh boot|^slurmd |^ps ")
+
+
+@dataclass(frozen=True)
+class LocalSlurm:
+    folder: Path
+    environment: tuple[str, ...]
+
+    @property
+    def work(self) -> Path:
+        """A folder that every node sees."""
+        return self.folder / "work"
+
+    def login(self, *command: object) -> str:
+        """Standard output of a command on the login node."""
+        done = self.try_login(*command)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def try_login(self, *command: object) -> "subprocess.CompletedProcess[str]":
+        words = [str(SCRIPT), "login", str(self.folder), "env", *self.environment, *map(str, command)]
+        return subprocess.run(words, cwd=self.work, text=True, capture_output=True, timeout=60, check=False)
+
+    def submit(self, *arguments: object) -> int:
+        """The number of a job that `submit` has submitted."""
+        said = self.login(sys.executable, "-m", "tinyllm_ray.cluster", "submit", *arguments)
+        match = re.match(r"job (\d+), log (.*)\n", said)
+        assert match, said
+        assert match[2] == str(self.log(int(match[1])))
+        return int(match[1])
+
+    def log(self, job: int) -> Path:
+        return self.work / f"tinyllm-{job}.log"
+
+    def field(self, job: int, name: str) -> str:
+        (value,) = re.findall(rf"\b{name}=(\S+)", self.login("scontrol", "show", "job", "--oneliner", job))
+        return str(value)
+
+    def ended(self, job: int, seconds: float = 150) -> str:
+        """Waits for a job's end; its state."""
+        self.wait(lambda: self.field(job, "JobState") not in ("PENDING", "RUNNING", "COMPLETING"), seconds)
+        # A job has ended when its batch script has; its steps' last processes go within Slurm's KillWait.
+        return self.field(job, "JobState")
+
+    def wait_for_line(self, job: int, text: str, seconds: float = 120) -> None:
+        self.wait(lambda: self.log(job).exists() and text in self.log(job).read_text(), seconds)
+
+    def processes(self, node: str) -> list[str]:
+        """Command lines of all processes on a node but Slurm's daemon."""
+        listed = subprocess.run(
+            [SCRIPT, "on", self.folder, node, "ps", "-eo", "args="], text=True, capture_output=True, check=True
+        )
+        return [line for line in listed.stdout.splitlines() if not _ITS_OWN.search(line)]
+
+    def files(self, node: str) -> list[str]:
+        """Names in a node's own /tmp."""
+        return sorted(path.name for path in (self.folder / "node" / node / "tmp").iterdir())
+
+    def kill(self, node: str) -> None:
+        subprocess.run([SCRIPT, "kill", self.folder, node], check=True)
+
+    @staticmethod
+    def wait(condition: Callable[[], bool], seconds: float) -> None:
+        """Slurm tells nobody; so it is asked."""
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, f"not within {seconds} s"
+            time.sleep(0.5)
+
+
+@contextmanager
+def booted(nodes: int, cpus: int, gpus: int, cache: Path) -> Iterator[LocalSlurm]:
+    """While entered, a Slurm with nodes n1, n2, ...; it and all of its processes are gone afterwards."""
+    # Not in a test's own folder: a socket's path is short, and nodes have a /tmp of their own.
+    folder = Path(tempfile.mkdtemp(prefix="tinyllm-slurm-", dir="/var/tmp"))
+    shared = [str(path) for path in (ROOT, Path(sys.prefix), Path(sys.base_prefix), cache)]
+    try:
+        subprocess.run([SCRIPT, "start", folder, *map(str, (nodes, cpus, gpus)), *shared], check=True)
+        slurm = LocalSlurm(folder, (f"TINYLLM_RAY_CACHE={cache}", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1"))
+        slurm.work.mkdir()
+        yield slurm
+    finally:
+        subprocess.run([SCRIPT, "stop", folder], check=True)

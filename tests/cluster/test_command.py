@@ -1,0 +1,83 @@
+"""`python -m tinyllm_ray.cluster`: what it prints without a Slurm, and how it ends."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tinyllm_ray.cluster.__main__ import main
+
+SUBMIT = ["submit", "--nodes", "4", "--gpus-per-node", "4", "--time", "1:00:00", "--account", "proj42"]
+TUNE = ["--", "tune", "--budget", "45m", "--out", "my studies/20m"]
+
+
+def test_a_dry_run_prints_the_script(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SUBMIT, "--dry-run", "--min-nodes", "3", *TUNE]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    for option in ("nodes=4", "gpus-per-node=4", "time=1:00:00", "account=proj42", "output=tinyllm-%j.log"):
+        assert lines.count(f"#SBATCH --{option}") == 1
+    assert "set -- tune --budget 45m --out 'my studies/20m'" in lines
+    assert "options=(--min-nodes=3)" in lines
+    assert f"python={sys.executable}" in lines
+    assert lines[-1].startswith("exec ")
+    assert "symmetric-run" not in "".join(lines)
+
+
+def test_the_command_line_goes_before_the_site(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    site = tmp_path / "site.yaml"
+    site.write_text("account: theirs\npartition: gh200\ngpus_per_node: 4\nsbatch: [--exclusive]\ninterface: hsn0\n")
+    assert main(["submit", "--site", str(site), "--account", "mine", "--sbatch=--qos=x", "--dry-run", *TUNE]) == 0
+    printed = capsys.readouterr().out
+    options = [line.removeprefix("#SBATCH ") for line in printed.splitlines() if line.startswith("#SBATCH ")]
+    assert options[-6:] == [
+        *("--nodes=1", "--account=mine", "--partition=gh200", "--gpus-per-node=4", "--exclusive", "--qos=x"),
+    ]
+    assert "options=(--interface=hsn0)" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["submit", "--nodes", "0", *TUNE], "--nodes: 0 is not allowed"),
+        (["submit", "--nodes", "2", "--min-nodes", "3", *TUNE], "--min-nodes: 3 is not allowed; give 1 to 2"),
+        (["submit", "--time", "soon", *TUNE], "--time: Slurm time: 'soon'"),
+        (["submit", "--start-deadline", "5", *TUNE], "--start-deadline: '5' is not a duration"),
+        (["submit", "--account", "a b", *TUNE], "--account: 'a b' is not allowed"),
+        (["submit", "--sbatch=exclusive", *TUNE], "'exclusive' is not allowed"),
+        (["submit", "--site", "nowhere.yaml", *TUNE], "--site: 'nowhere.yaml' is neither a shipped site"),
+        (["submit", "--nodes", "2"], "'no command': what to run"),
+        (["submit", "--", "rm", "-rf"], "'rm': what to run"),
+        (["submit", "--", "tune", "a\nb"], r"argument: 'a\nb' is not allowed"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_two(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([arguments[0], "--dry-run", *arguments[1:]]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"error: {said}")
+    assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["submit", *TUNE], ["status"], ["status", "1"], ["logs", "1"], ["cancel", "1"]])
+def test_where_there_is_no_slurm_it_says_so(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(arguments) == 2
+    assert "is not on the PATH; run this where Slurm's commands are" in capsys.readouterr().err
+
+
+def test_neither_ray_nor_torch_is_imported_and_the_launcher_needs_the_standard_library_alone() -> None:
+    code = "import sys, {}; print([name for name in ('ray', 'torch', 'pydantic', 'yaml') if name in sys.modules])"
+    for module, allowed in (("__main__", ["pydantic", "yaml"]), ("launch", []), ("node", [])):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(f"tinyllm_ray.cluster.{module}")],
+            check=True,
+            text=True,
+            capture_output=True,
+        )
+        assert done.stdout.strip() == str(allowed)

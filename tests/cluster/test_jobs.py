@@ -1,0 +1,73 @@
+"""Slurm's answers, read; its refusals, passed on in one line."""
+
+from pathlib import Path
+
+import pytest
+
+from tinyllm_ray.cluster.jobs import (
+    Job,
+    ask_slurm,
+    cluster_record,
+    log_folder,
+    parse_accounting,
+    parse_job,
+    parse_queue,
+    refusal,
+)
+from tinyllm_ray.errors import ConfigError
+
+
+def test_a_refusal_is_one_line_without_repeats() -> None:
+    text = "sbatch: error: no such: x\nsbatch: error: no such: x\n\nslurm_load_jobs error: Invalid job id\n"
+    assert refusal(text) == "no such: x; Invalid job id"
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["sh", "-c", "echo 'sh: error: one' >&2; echo two >&2; exit 1"], "^sh: sh: error: one; two$"),
+        (["sh", "-c", "exit 4"], "^sh: exit status 4$"),
+        (["no-such-command"], "^no-such-command is not on the PATH"),
+    ],
+)
+def test_a_command_that_fails_is_the_users_to_know(command: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ask_slurm(*command)
+
+
+def test_a_commands_answer_is_its_output_and_it_reads_what_it_is_given() -> None:
+    assert ask_slurm("cat", text="#!/bin/bash\n") == "#!/bin/bash\n"
+
+
+def test_a_waiting_job_has_a_reason_and_no_nodes() -> None:
+    text = (
+        "JobId=4 JobName=tinyllm JobState=PENDING Reason=PartitionTimeLimit TimeLimit=00:10:00 NodeList=(null) "
+        "StdOut=/a/t-4.log"
+    )
+    assert parse_job(4, text) == Job(4, "PENDING", "PartitionTimeLimit", None, "00:10:00", Path("/a/t-4.log"))
+
+
+def test_a_job_is_active_until_it_has_ended_for_good() -> None:
+    states = ["PENDING", "RUNNING", "COMPLETING", "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"]
+    assert [parse_job(4, f"JobId=4 JobState={state}").active for state in states] == [True] * 3 + [False] * 5
+
+
+def test_a_job_long_gone_is_known_by_its_last_run() -> None:
+    text = "PREEMPTED|n[1-2]|/home/u\nCANCELLED by 1000|n1|/home/u\n"
+    assert parse_accounting(9, text) == Job(9, "CANCELLED", "by 1000", "n1", None, Path("/home/u/tinyllm-9.log"))
+    with pytest.raises(ConfigError, match="Slurm knows no job 9"):
+        parse_accounting(9, "")
+
+
+def test_a_queue_has_a_row_a_job_whatever_its_name() -> None:
+    assert parse_queue("3|RUNNING|9:59|n[1-2]|a|b\n") == [("3", "RUNNING", "9:59", "n[1-2]", "a|b")]
+
+
+def test_a_jobs_folder_stands_beside_its_log() -> None:
+    assert log_folder("WorkDir=/a StdOut=/b c/tinyllm-7.log Power=", 7) == Path("/b c/tinyllm-7")
+    assert log_folder("WorkDir=/a b StdOut=/dev/null Power=", 7) == Path("/a b/tinyllm-7")
+
+
+def test_a_job_without_a_cluster_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="job 7 is PENDING and has no cluster yet"):
+        cluster_record(Job(7, "PENDING", None, None, None, tmp_path / "tinyllm-7.log"))

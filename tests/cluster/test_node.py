@@ -1,0 +1,93 @@
+"""A node's step: its private folder, its secret, and what Ray is told."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tinyllm_ray.cluster import node as module
+from tinyllm_ray.cluster.node import Node, claim, clear_left_behind, job_folder, ray_arguments, ray_environment
+from tinyllm_ray.errors import ConfigError
+
+HEAD = Node(job=17, name="gh1", head=None, cpus=72, gpus=1, memory_mib=100_000)
+
+
+def test_ray_is_told_what_slurm_gave_and_listens_where_no_other_job_does() -> None:
+    arguments = ray_arguments(HEAD, "10.0.0.1", (10_068, 10_069, 10_070, 10_071), Path("/tmp/tr0-17"))
+    assert {"--head", "--num-cpus=72", "--num-gpus=1", "--port=10068", "--ray-client-server-port=10070"} <= {*arguments}
+    assert {"--dashboard-host=127.0.0.1", "--dashboard-port=10069", "--node-ip-address=10.0.0.1"} <= {*arguments}
+    sizes = dict(word.split("=") for word in arguments if "memory" in word)
+    assert sum(map(int, sizes.values())) == 100_000 * 2**20
+    fixed = [word for word in arguments if "port" in word.split("=")[0] and not word.endswith(("=0", "68", "69", "70"))]
+    assert fixed == []
+
+
+def test_a_worker_joins_the_head_and_leaves_the_dashboard_and_the_folder_to_it() -> None:
+    worker = Node(job=17, name="gh2", head="10.0.0.1:10068", cpus=1, gpus=0, memory_mib=0)
+    arguments = ray_arguments(worker, "10.0.0.2", (), Path("/tmp/tr0-17"))
+    assert "--address=10.0.0.1:10068" in arguments
+    assert not [word for word in arguments if word.startswith(("--head", "--dashboard-port", "--temp-dir", "--port="))]
+
+
+def test_where_slurm_hands_out_no_memory_it_is_the_processors_share() -> None:
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
+    cores = os.cpu_count() or 1
+    assert module.share_of_host(cores) == host
+    assert module.share_of_host(10 * cores) == host
+    assert cores == 1 or module.share_of_host(1) <= host // cores
+
+
+def test_rays_sockets_stay_below_the_systems_limit() -> None:
+    folder = job_folder("/tmp", 2_000_123, 99_999_999)
+    session = "session_2026-11-29_22-39-01_822038_1234567/sockets/plasma_store"
+    assert len(str(folder / "r" / session)) < 107
+
+
+def test_nothing_of_another_cluster_reaches_ray_and_the_secret_is_in_a_file_only() -> None:
+    before = {"RAY_ADDRESS": "other:1", "RAY_AUTH_TOKEN": "other", "RAY_AUTH_MODE": "disabled", "HOME": "/root"}
+    after = ray_environment(before, Path("/tmp/tr0-17/token"))
+    assert after["HOME"] == "/root"
+    assert after["RAY_AUTH_MODE"] == "token"
+    assert after["RAY_AUTH_TOKEN_PATH"] == "/tmp/tr0-17/token"
+    assert not {"RAY_ADDRESS", "RAY_AUTH_TOKEN"} & set(after)
+
+
+def test_a_folder_is_private_and_held_by_one(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        lock = claim(tmp_path / "tr0-1")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "tr0-1").stat().st_mode & 0o777 == 0o700
+    with pytest.raises(ConfigError, match="in use by another cluster"):
+        claim(tmp_path / "tr0-1")
+    os.close(lock)
+    os.close(claim(tmp_path / "tr0-1"))
+
+
+def test_a_folder_that_someone_else_prepared_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir(mode=0o755)
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for name in ("open", "link"):
+        with pytest.raises(ConfigError, match="not a private folder of yours"):
+            claim(tmp_path / name)
+    with pytest.raises(ConfigError, match="cannot be made"):
+        claim(tmp_path / "nowhere" / "tr0-1")
+
+
+def test_folders_of_killed_jobs_go_and_those_in_use_or_of_others_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("tr0-1", "tr0-2", "tr0-3", "tr10-4", "else"):
+        (tmp_path / name).mkdir(mode=0o700)
+    (tmp_path / "tr0-1" / "session").mkdir()
+    lock = claim(tmp_path / "tr0-2")
+    clear_left_behind(tmp_path / "tr0-3")
+    assert len(list(tmp_path.iterdir())) == 5  # all of this minute
+    now = time.time() + module._SETTLED_SECONDS + 1
+    monkeypatch.setattr(module.time, "time", lambda: now)
+    clear_left_behind(tmp_path / "tr0-9")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["else", "tr0-2", "tr10-4"]
+    os.close(lock)

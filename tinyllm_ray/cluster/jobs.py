@@ -1,0 +1,146 @@
+"""Talks to Slurm's own commands: submits, asks, cancels; a refusal of theirs becomes one line.
+
+Standard library only: the launcher imports this module.
+"""
+
+import json
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tinyllm_ray.cluster.nodes import job_field
+from tinyllm_ray.errors import ConfigError
+
+ASK_SECONDS = 60.0
+"""For a command of Slurm to answer; they wait by themselves while slurmctld restarts."""
+RECORD = "cluster.json"
+"""The file in a job's log folder that says where its cluster is."""
+QUEUE_FORMAT = "%i|%T|%L|%R|%j"
+
+_ACTIVE = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "RESIZING"}
+_PREFIX = re.compile(r"^(?:sbatch|squeue|scontrol|scancel|sacct|slurm_\w+)(?:: error:| error:|:)\s*")
+_NUMBER = re.compile(r"(\d{1,10})(?:;\S*)?\s*", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What Slurm knows of a job."""
+
+    number: int
+    state: str
+    reason: str | None
+    """Why it waits or how it ended, as Slurm has it; None where it says nothing."""
+    nodes: str | None
+    limit: str | None
+    """Its time limit, as Slurm writes it."""
+    log: Path | None
+
+    @property
+    def active(self) -> bool:
+        """Whether it waits, runs, or may run again."""
+        return self.state in _ACTIVE
+
+
+def ask_slurm(*command: str, text: str = "") -> str:
+    """Standard output of a command of Slurm. Raises ConfigError with its own words, on one line, where it fails."""
+    try:
+        done = subprocess.run(
+            command, input=text, text=True, errors="replace", capture_output=True, timeout=ASK_SECONDS, check=False
+        )
+    except FileNotFoundError:
+        raise ConfigError(f"{command[0]} is not on the PATH; run this where Slurm's commands are") from None
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{command[0]} did not answer within {ASK_SECONDS:.0f} s; is Slurm well?") from None
+    if done.returncode:
+        raise ConfigError(f"{command[0]}: {refusal(done.stderr) or f'exit status {done.returncode}'}")
+    return done.stdout
+
+
+def refusal(stderr: str) -> str:
+    """What a command of Slurm complained of, on one line, every complaint once."""
+    lines = [_PREFIX.sub("", line.strip()) for line in stderr.splitlines() if line.strip()]
+    return "; ".join(dict.fromkeys(lines))
+
+
+def submit(script: str) -> int:
+    """Submit a script; the job's number. Raises ConfigError with sbatch's words where it is refused."""
+    answer = ask_slurm("sbatch", "--parsable", text=script)
+    match = _NUMBER.fullmatch(answer.splitlines()[-1]) if answer.strip() else None
+    if match is None:
+        raise ConfigError(f"sbatch answered {answer.strip()!r} instead of a job's number")
+    return int(match[1])
+
+
+def cancel(number: int) -> None:
+    """End a job. Raises ConfigError where Slurm knows none of that number."""
+    ask_slurm("scancel", str(number))
+
+
+def show(number: int) -> Job:
+    """What Slurm says of a job: of a running or recent one scontrol, of one long gone sacct. Raises ConfigError."""
+    try:
+        return parse_job(number, ask_slurm("scontrol", "show", "job", "--oneliner", str(number)))
+    except ConfigError as error:
+        if "nvalid job id" not in str(error):
+            raise
+    try:
+        answer = ask_slurm(
+            "sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={number}", "--format=State,NodeList,WorkDir"
+        )
+    except ConfigError:
+        answer = ""  # accounting may be off
+    return parse_accounting(number, answer)
+
+
+def parse_queue(text: str) -> list[tuple[str, str, str, str, str]]:
+    """Rows of squeue in QUEUE_FORMAT: number, state, time left, nodes or why it waits, name."""
+    rows = []
+    for line in text.splitlines():
+        number, state, left, nodes, name = line.split("|", 4)
+        rows.append((number, state, left, nodes, name))
+    return rows
+
+
+def parse_job(number: int, text: str) -> Job:
+    """A job from `scontrol show job --oneliner`."""
+    log = job_field(text, "StdOut")
+    return Job(
+        number,
+        job_field(text, "JobState") or "UNKNOWN",
+        job_field(text, "Reason"),
+        job_field(text, "NodeList"),
+        job_field(text, "TimeLimit"),
+        Path(log) if log else None,
+    )
+
+
+def parse_accounting(number: int, text: str) -> Job:
+    """A job from sacct's `State|NodeList|WorkDir`. Raises ConfigError where it has no row."""
+    rows = [line.split("|") for line in text.splitlines() if line.count("|") >= 2]
+    if not rows:
+        raise ConfigError(f"Slurm knows no job {number}; python -m tinyllm_ray.cluster status lists yours")
+    state, nodes, folder = rows[-1][:3]  # a requeued job has a row a run
+    word, _, reason = state.partition(" ")
+    return Job(number, word, reason or None, nodes or None, None, Path(folder) / f"tinyllm-{number}.log")
+
+
+def log_folder(job: str, number: int) -> Path:
+    """Where a job's nodes leave their logs, from `scontrol show job`: beside its log, under the same name."""
+    log = job_field(job, "StdOut")
+    if log is None or not log.endswith(".log"):
+        return Path(job_field(job, "WorkDir") or ".") / f"tinyllm-{number}"
+    return Path(log.removesuffix(".log"))
+
+
+def cluster_record(job: Job) -> dict[str, Any]:
+    """What the launcher wrote of a job's cluster. Raises ConfigError while there is none."""
+    path = (job.log.with_suffix("") if job.log else Path(f"tinyllm-{job.number}")) / RECORD
+    try:
+        record: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"job {job.number} is {job.state} and has no cluster yet ({path} is not there)") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    return record

@@ -1,0 +1,236 @@
+"""What runs inside a Slurm job: starts Ray on its nodes, a command of the package on top, and ends both.
+
+    python -m tinyllm_ray.cluster.launch tune --budget 45m --out studies/20m
+
+The nodes' steps read from this process and end with it, so that none outlives it however it ends. Standard library
+only: Ray and torch are for the processes that need them.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tinyllm_ray.allocation import END_VARIABLE
+from tinyllm_ray.clock import Deadline, parse_duration, parse_slurm_time
+from tinyllm_ray.cluster.descendants import adopt_orphans, die_with_parent, end_descendants
+from tinyllm_ray.cluster.jobs import RECORD, ask_slurm, log_folder
+from tinyllm_ray.cluster.node import Node, ray_environment
+from tinyllm_ray.cluster.nodes import Share, job_field, parse_shares
+from tinyllm_ray.cluster.steps import Steps
+from tinyllm_ray.command import Parser, exit_status, say
+from tinyllm_ray.errors import EXIT_BUG, ConfigError, NoResultError
+
+PROGRAMS = ("tune", "train", "data")
+START_DEADLINE = "5m"
+STEP_END_SECONDS = 15.0
+GRACE_SECONDS = {signal.SIGUSR1: 45.0, signal.SIGTERM: 20.0, signal.SIGINT: 20.0, signal.SIGHUP: 20.0}
+"""For the command's own end once told to: the warning is 60 s before the limit, KILL 30 s after TERM (`KillWait`)."""
+_TICK_SECONDS = 0.2
+
+
+class Ended(BaseException):
+    """A signal asked the launcher to end before the command ran."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit status: the command's own, else why it did not run."""
+    options = build_parser().parse_args(arguments)
+    received: list[int] = []
+    for number in GRACE_SECONDS:
+        signal.signal(number, lambda number, frame: received.append(number))
+    adopt_orphans()
+    try:
+        return exit_status(lambda: launch(options, received))
+    except Ended:
+        say(f"cluster: ended by {signal.Signals(received[0]).name} before the command ran", sys.stderr)
+        return 128 + received[0]
+
+
+def build_parser() -> Parser:
+    """The command line."""
+    parser = Parser(
+        "python -m tinyllm_ray.cluster.launch",
+        "Start Ray on the nodes of this Slurm job, and run a command of tinyllm_ray on it.",
+        "example, in a job's script:\n  python -m tinyllm_ray.cluster.launch tune --budget 45m --out studies/20m",
+    )
+    parser.add_argument("--min-nodes", type=int, metavar="N", help="go on with this many (default: all)")
+    parser.add_argument(
+        "--start-deadline", default=START_DEADLINE, metavar="DURATION", help="for all nodes to be there"
+    )
+    parser.add_argument("--interface", help="network interface of the nodes (default: that of Slurm's address)")
+    parser.add_argument("--scratch", default="/tmp", help="folder on every node for Ray's own files, a short path")
+    parser.add_argument("--container", default="", help="command that runs another one in a container")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=f"{', '.join(PROGRAMS)} or FILE.py, and its options")
+    return parser
+
+
+def launch(options: argparse.Namespace, received: Sequence[int]) -> int:
+    """Start the cluster, run the command, end the cluster; returns the command's exit status.
+
+    Raises NoResultError where fewer nodes than wanted are there in time, and ConfigError outside of a job.
+    """
+    began = time.monotonic()
+    deadline = Deadline.after(parse_duration(options.start_deadline, "--start-deadline"))
+    container = _words(options.container)
+    python = [*container, "python3" if container else sys.executable]
+    command = [*python, *program(options.command)]
+    number, job = this_job(os.environ)
+    shares = parse_shares(job)
+    wanted = len(shares) if options.min_nodes is None else options.min_nodes
+    if not 1 <= wanted <= len(shares):
+        raise ConfigError(f"--min-nodes {wanted}: the job has {len(shares)} nodes; give 1 to {len(shares)}")
+    logs = log_folder(job, number)
+    logs.mkdir(parents=True, exist_ok=True)
+    steps = Steps(logs, secrets.token_hex(32), [*python, "-m", "tinyllm_ray.cluster.node"])
+    try:
+        head = shares[0].node
+        place = {"job": number, "scratch": options.scratch, "interface": options.interface}
+        steps.start(as_node(shares[0], None, place | {"known_as": slurm_address(head)}))
+        gather(steps, [head], 1, deadline, received)
+        address = steps.ready[head]["address"]
+        for share in shares[1:]:
+            steps.start(as_node(share, address, place))
+        gather(steps, [share.node for share in shares], wanted, deadline, received)
+        missing = [share.node for share in shares if share.node not in steps.ready]
+        if head in missing:
+            raise NoResultError(f"the cluster's head went away: {describe(steps, [head])}")
+        steps.end(missing, 0.0)
+        (logs / RECORD).write_text(json.dumps({"job": number, "head": head, **steps.ready[head], "nodes": steps.ready}))
+        say(
+            f"cluster: {len(steps.ready)} of {len(shares)} nodes ready at {address} in {time.monotonic() - began:.1f} s"
+        )
+        if missing:
+            say(f"cluster: going on without {describe(steps, missing)}")
+        environment = driver_environment(os.environ, steps.ready[head], seconds_left(number))
+        return run(command, environment, steps, head, received)
+    finally:
+        steps.end([share.node for share in shares], STEP_END_SECONDS)
+
+
+def _words(container: str) -> list[str]:
+    try:
+        return shlex.split(container)
+    except ValueError as error:
+        raise ConfigError(f"--container: {container!r} is no command: {error}") from None
+
+
+def program(words: Sequence[str]) -> list[str]:
+    """Arguments of Python for a command: `tune --budget 45m`, or a file of the user's own."""
+    words = words[1:] if words[:1] == ["--"] else words
+    if words and words[0] in PROGRAMS:
+        return ["-m", f"tinyllm_ray.{words[0]}", *words[1:]]
+    if words and words[0].endswith(".py"):
+        return list(words)
+    raise ConfigError(
+        f"{words[0] if words else 'no command'!r}: what to run on the cluster is {', '.join(PROGRAMS)} or a FILE.py, "
+        "like tune --budget 45m"
+    )
+
+
+def this_job(environment: Mapping[str, str]) -> tuple[int, str]:
+    """This job's number and what Slurm says of it. Raises ConfigError outside of one."""
+    number = environment.get("SLURM_JOB_ID", "")
+    if not number.isdecimal():
+        raise ConfigError(
+            "this is no Slurm job (SLURM_JOB_ID is not set); see python -m tinyllm_ray.cluster submit --help"
+        )
+    return int(number), ask_slurm("scontrol", "show", "job", "--details", "--oneliner", number)
+
+
+def as_node(share: Share, head: str | None, place: Mapping[str, Any]) -> Node:
+    return Node(name=share.node, head=head, cpus=share.cpus, gpus=share.gpus, memory_mib=share.memory_mib, **place)
+
+
+def slurm_address(node: str) -> str | None:
+    """The address by which Slurm itself reaches a node; a host's own name may lead to a loopback address there."""
+    return job_field(ask_slurm("scontrol", "show", "node", "--oneliner", node), "NodeAddr")
+
+
+def gather(steps: Steps, nodes: Sequence[str], wanted: int, deadline: Deadline, received: Sequence[int]) -> None:
+    """Wait until every one of `nodes` is ready or has failed.
+
+    Raises NoResultError naming the missing ones where `wanted` cannot be reached, or is not by the deadline; Ended
+    after a signal.
+    """
+    while True:
+        ready = [node for node in nodes if node in steps.ready]
+        failed = [node for node in nodes if node in steps.ended]
+        if len(ready) + len(failed) == len(nodes) and len(ready) >= wanted:
+            return
+        late = deadline.remaining() <= 0
+        if late and len(ready) >= wanted:
+            return
+        if late or len(nodes) - len(failed) < wanted:
+            missing = failed if not late else [node for node in nodes if node not in ready]
+            raise NoResultError(f"{len(ready)} of {wanted} nodes are there; missing: {describe(steps, missing)}")
+        if received:
+            raise Ended
+        steps.hear(_TICK_SECONDS)
+
+
+def describe(steps: Steps, nodes: Sequence[str]) -> str:
+    """Nodes and why each is missing, on one line."""
+    return ", ".join(f"{node} ({steps.ended.get(node, 'no answer before the deadline')})" for node in nodes)
+
+
+def seconds_left(job: int) -> float | None:
+    """What Slurm leaves the job; None without a limit."""
+    text = ask_slurm("squeue", "--noheader", f"--jobs={job}", "--format=%L").strip()
+    with contextlib.suppress(ConfigError):
+        return parse_slurm_time(text)
+    return None  # NOT_SET, INVALID
+
+
+def driver_environment(environment: Mapping[str, str], head: Mapping[str, Any], left: float | None) -> dict[str, str]:
+    """Variables for the command: where the cluster is, its secret's file, and when the allocation ends."""
+    variables = ray_environment(environment, Path(head["token"])) | {"RAY_ADDRESS": head["address"]}
+    if left is not None:
+        variables.setdefault(END_VARIABLE, str(int(time.time() + left)))
+    return variables
+
+
+def run(
+    command: Sequence[str], environment: Mapping[str, str], steps: Steps, head: str, received: Sequence[int]
+) -> int:
+    """Run the command to its end, telling it of signals; its exit status, or 1 where the head went away under it."""
+    process = subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent
+    )
+    kill_at, heard, lost = None, 0, set(steps.ended)
+    while process.poll() is None:
+        steps.hear(_TICK_SECONDS)
+        for node in set(steps.ended) - lost:
+            lost.add(node)
+            say(f"cluster: lost {describe(steps, [node])}", sys.stderr)
+        grace = GRACE_SECONDS[signal.Signals(received[heard])] if len(received) > heard else None
+        if grace is None and head in lost and kill_at is None:
+            grace = GRACE_SECONDS[signal.SIGTERM]
+        if grace is not None:
+            if kill_at is None:
+                process.terminate()  # a second one would have it drop what it saves
+            heard = len(received)
+            kill_at = min(kill_at or float("inf"), time.monotonic() + grace)
+        if kill_at is not None and time.monotonic() >= kill_at:
+            process.kill()
+            process.wait()
+    left = end_descendants(patience_seconds=1.0, limit_seconds=5.0, keep=steps.processes)
+    if left:
+        say(f"cluster: not ended by the kernel yet: {', '.join(left)}", sys.stderr)
+    if process.returncode < 0 and not received:
+        say(f"cluster: the command was ended by {signal.Signals(-process.returncode).name}", sys.stderr)
+    status = process.returncode if process.returncode >= 0 else 128 - process.returncode
+    return status or (EXIT_BUG if head in lost else 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,270 @@
+"""One node of a job's Ray cluster: a job step that starts Ray with what Slurm gave, and ends with its launcher.
+
+    python -m tinyllm_ray.cluster.node '{"job": 17, "head": null, "cpus": 16, ...}'
+
+The step reads the cluster's secret from its standard input and then waits for that input's end, which comes when the
+launcher is done and also when it is gone. It says one JSON line: that the node is ready, and where it listens, or why
+not. Every process of Ray descends from this one, and none outlives it.
+
+Standard library only, Ray being started as a program: nothing slow stands between a job step and its answer.
+"""
+
+import fcntl
+import json
+import os
+import select
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tinyllm_ray.cluster.addresses import PORTS_A_JOB, address_towards, free_ports, is_free, own_address
+from tinyllm_ray.cluster.descendants import adopt_orphans, descendants, end_descendants, reap
+from tinyllm_ray.errors import EXIT_BUG, EXIT_DONE, EXIT_SIGTERM, ConfigError, TinyllmRayError
+
+OBJECT_STORE_MIB = 128
+"""Batches never travel through the object store; Ray's own default takes 30% of the memory."""
+HELD_BACK_SECONDS = 25.0
+"""How long a SIGTERM of Slurm waits for the launcher, whose study saves meanwhile; `KillWait` is 30 s by default."""
+_PATIENCE_SECONDS = 3.0
+_LIMIT_SECONDS = 10.0
+_TICK_SECONDS = 0.2
+_MOST_STARTS = 3
+_SETTLED_SECONDS = 60.0
+_FOLDER = "tr"
+_RAY = (sys.executable, "-c", "from ray.scripts.scripts import main; main()")
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a node's step is told."""
+
+    job: int
+    name: str
+    """The node as Slurm calls it."""
+    head: str | None
+    """HOST:PORT of the cluster to join; None where this node is its head."""
+    cpus: int
+    gpus: int
+    memory_mib: int
+    """0 where Slurm does not hand out memory."""
+    known_as: str | None = None
+    """The address that Slurm has for the node; None for its name."""
+    scratch: str = "/tmp"
+    interface: str | None = None
+    """The network interface to listen at; None for the address that Slurm has for the node."""
+
+    def __str__(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def main(arguments: list[str]) -> int:
+    """Run the step and return its exit status."""
+    node = Node(**json.loads(arguments[0]))
+    told: list[float] = []
+    signal.signal(signal.SIGTERM, lambda *_: told.append(time.monotonic()))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    adopt_orphans()
+    try:
+        with _Folder(node) as folder:
+            token = folder.write_token(sys.stdin.buffer.readline())
+            _say(event="ready", node=node.name, **_start(node, folder.path, token))
+            return _stay(told)
+    except TinyllmRayError as error:
+        _say(event="failed", node=node.name, reason=str(error))
+        return error.exit_status
+
+
+def _start(node: Node, folder: Path, token: Path) -> dict[str, Any]:
+    """Start Ray; what the launcher has to know of it. Raises TinyllmRayError with Ray's last line where it fails."""
+    environment = ray_environment(os.environ, token)
+    for _ in range(_MOST_STARTS):
+        address = own_address(node.known_as or node.name, node.interface)
+        if node.head is not None and node.interface is None:
+            address = address_towards(node.head.rpartition(":")[0]) or address
+        ports = free_ports(node.job) if node.head is None else ()
+        done = _run_ray([*_RAY, "start", *ray_arguments(node, address, ports, folder)], environment)
+        if done.returncode == 0:
+            return {
+                "host": os.uname().nodename,
+                "address": node.head or f"{address}:{ports[0]}",
+                "node_address": address,
+                "dashboard_port": ports[1] if ports else None,
+                "ports": list(ports),
+                "token": str(token),
+                "cpus": node.cpus,
+                "gpus": node.gpus,
+            }
+        print(done.stdout, file=sys.stderr, flush=True)
+        end_descendants(_PATIENCE_SECONDS, _LIMIT_SECONDS)
+        if all(map(is_free, ports)):
+            break  # no other program was in its way
+    where = f"at {address}" + (f", ports {ports[0]} to {ports[-1]}" if ports else f", for the head at {node.head}")
+    lines = [line for line in done.stdout.splitlines() if line.strip()] or ["without a word"]
+    raise TinyllmRayError(f"Ray does not start on {node.name} {where}: {lines[-1].strip()}")
+
+
+def _run_ray(command: list[str], environment: Mapping[str, str]) -> "subprocess.CompletedProcess[str]":
+    # Through a file: Ray's processes keep the descriptor, so that a pipe would not end.
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        done = subprocess.run(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Slurm's signals are for this process, which passes them on when it is time
+            check=False,
+        )
+        output.seek(0)
+        return subprocess.CompletedProcess(command, done.returncode, output.read())
+
+
+def ray_environment(environment: Mapping[str, str], token: Path) -> dict[str, str]:
+    """Variables for Ray's processes: nothing of another cluster, the secret by its file, nothing sent abroad."""
+    kept = {name: value for name, value in environment.items() if not name.startswith(("RAY_AUTH_", "RAY_ADDRESS"))}
+    return kept | {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+        # Slurm watches over the job's memory. Ray would count the host's, other jobs and page cache included, and kill.
+        "RAY_memory_monitor_refresh_ms": "0",
+    }
+
+
+def ray_arguments(node: Node, address: str, ports: tuple[int, ...], folder: Path) -> list[str]:
+    """Arguments of `ray start` for a node at `address`; `ports` has PORTS_A_JOB entries on the head and none else."""
+    mib = max((node.memory_mib or share_of_host(node.cpus)) - OBJECT_STORE_MIB, OBJECT_STORE_MIB)
+    arguments = [
+        f"--node-ip-address={address}",
+        f"--num-cpus={node.cpus}",
+        f"--num-gpus={node.gpus}",
+        f"--memory={mib * 2**20}",
+        f"--object-store-memory={OBJECT_STORE_MIB * 2**20}",
+        # 0: what the system gives. Ray's own defaults are fixed numbers, the same for everyone on the host.
+        *(f"--{name}=0" for name in ("node-manager-port", "object-manager-port", "min-worker-port", "max-worker-port")),
+        *(f"--{name}=0" for name in ("dashboard-agent-listen-port", "metrics-export-port")),
+        "--disable-usage-stats",
+        "--log-color=false",
+    ]
+    if node.head is not None:
+        return [f"--address={node.head}", *arguments]
+    assert len(ports) == PORTS_A_JOB
+    return [
+        "--head",
+        f"--port={ports[0]}",
+        "--include-dashboard=true",
+        "--dashboard-host=127.0.0.1",
+        f"--dashboard-port={ports[1]}",
+        f"--ray-client-server-port={ports[2]}",
+        f"--temp-dir={folder / 'r'}",  # one deeper: Ray opens its folder to everyone
+        *arguments,
+    ]
+
+
+def share_of_host(cpus: int) -> int:
+    """MiB of this host's memory that go with `cpus` of its processors, where Slurm hands out processors only."""
+    mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
+    return mib * min(cpus, os.cpu_count() or 1) // (os.cpu_count() or 1)
+
+
+def _stay(told: list[float]) -> int:
+    """Until the launcher lets go, a SIGTERM has waited long enough, or Ray's process for the node has ended."""
+    core = {process for process, name in descendants().items() if name in ("raylet", "gcs_server")}
+    while True:
+        if select.select([0], [], [], _TICK_SECONDS)[0] and not os.read(0, 4096):
+            return EXIT_DONE
+        if told and time.monotonic() - told[0] > HELD_BACK_SECONDS:
+            return EXIT_SIGTERM
+        if core & set(reap()):
+            print("tinyllm_ray: Ray's process for this node has ended", file=sys.stderr, flush=True)
+            return EXIT_BUG
+
+
+class _Folder:
+    """The job's own folder on this node; entered, it is locked; left, everything Ray started is gone, and then it."""
+
+    def __init__(self, node: Node) -> None:
+        self.path = job_folder(node.scratch, os.getuid(), node.job)
+        self._lock = -1
+
+    def __enter__(self) -> "_Folder":
+        clear_left_behind(self.path)
+        self._lock = claim(self.path)
+        for path in self.path.iterdir():  # of the same job before it was requeued
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        left = end_descendants(_PATIENCE_SECONDS, _LIMIT_SECONDS)
+        if left:
+            print(f"tinyllm_ray: not ended by the kernel yet: {', '.join(left)}", file=sys.stderr, flush=True)
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+    def write_token(self, secret: bytes) -> Path:
+        """The cluster's secret in a file that only its owner reads. Raises ConfigError where none came."""
+        if not secret.strip():
+            raise ConfigError("the launcher was gone before it gave its secret")
+        path = self.path / "token"
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(secret.strip())
+        return path
+
+
+def job_folder(scratch: str, user: int, job: int) -> Path:
+    """The same on every node, as a worker's Ray takes its path from the head; short, as sockets lie 60 deeper."""
+    return Path(scratch) / f"{_FOLDER}{user}-{job}"
+
+
+def claim(folder: Path) -> int:
+    """Make a private folder and lock it; the lock's descriptor. Raises ConfigError where it is taken or another's."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or stat.S_IMODE(found.st_mode) != 0o700:
+            raise ConfigError(
+                f"{folder} is there and not a private folder of yours; remove it, or give another scratch"
+            )
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made ({error.strerror}); give the site a scratch folder") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError(f"{folder} is in use by another cluster of this job; one runs at a time") from None
+    return descriptor
+
+
+def clear_left_behind(own: Path) -> None:
+    """Remove this user's folders beside `own` that no running step holds: those of jobs whose steps were killed."""
+    prefix = own.name.rpartition("-")[0]
+    for folder in own.parent.glob(f"{prefix}-*"):
+        try:
+            found = folder.lstat()
+            # A folder of this minute may be another job's that is about to lock it.
+            if found.st_uid != os.getuid() or time.time() - found.st_ctime < _SETTLED_SECONDS:
+                continue
+            lock = claim(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+        except (OSError, ConfigError):
+            continue
+
+
+def _say(**message: Any) -> None:
+    print(json.dumps(message), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
