@@ -13,6 +13,7 @@ from tinyllm_ray import journal
 from tinyllm_ray.errors import TinyllmRayError
 from tinyllm_ray.execution import ExecutionConfig
 from tinyllm_ray.measure.environment import collect_environment
+from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.records import (
     Device,
     Fate,
@@ -22,7 +23,6 @@ from tinyllm_ray.records import (
     Memory,
     Parity,
     Proof,
-    Protocol,
     Seconds,
     TrajectoryPoint,
     TrialRecord,

@@ -64,7 +64,7 @@ from tinyllm_ray.config import Config, load, validate
 from tinyllm_ray.data.prepare import default_cache
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.measure.environment import collect_environment, source_identity
-from tinyllm_ray.records import Protocol
+from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.train.compile_cache import cache_variables
 from tinyllm_ray.train.recipe import solo_config
 from tinyllm_ray.yamlfile import parse_yaml

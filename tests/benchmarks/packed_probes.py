@@ -19,7 +19,7 @@ from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import open_cache
 from tinyllm_ray.measure.environment import devices
 from tinyllm_ray.measure.windows import measure
-from tinyllm_ray.records import Protocol
+from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.train.mixing import mixing_matrix
 from tinyllm_ray.train.packed_optimizer import Mixing, PackedAdamW
 from tinyllm_ray.train.packed_processes import Processes

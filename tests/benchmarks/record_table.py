@@ -26,7 +26,8 @@ from tinyllm_ray.data.cache import open_cache
 from tinyllm_ray.data.prepare import default_cache
 from tinyllm_ray.execution import ExecutionConfig, needs_gpu
 from tinyllm_ray.measure.environment import collect_environment, source_identity
-from tinyllm_ray.records import Fate, Protocol, TrialRecord, read_records
+from tinyllm_ray.protocol import Protocol
+from tinyllm_ray.records import Fate, TrialRecord, read_records
 from tinyllm_ray.search.candidate import make_candidate
 from tinyllm_ray.search.cost import CostModel
 from tinyllm_ray.search.kinds import kind_of

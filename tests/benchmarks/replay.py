@@ -26,7 +26,8 @@ from replay_machine import Machine, Table
 from replay_rivals import Rival, rivals
 from replay_tables import gh200, h200, recorded
 
-from tinyllm_ray.records import Fate, Protocol
+from tinyllm_ray.protocol import Protocol
+from tinyllm_ray.records import Fate
 from tinyllm_ray.search.answers import Trial
 from tinyllm_ray.search.objective import Objective
 from tinyllm_ray.search.priors import Priors

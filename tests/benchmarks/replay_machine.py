@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tinyllm_ray.config import identity
-from tinyllm_ray.records import Fate, Memory, Protocol, Seconds, TrialRecord, Window
+from tinyllm_ray.protocol import Protocol
+from tinyllm_ray.records import Fate, Memory, Seconds, TrialRecord, Window
 from tinyllm_ray.search.candidate import make_candidate
 from tinyllm_ray.search.fitting import FittedSpace
 from tinyllm_ray.search.kinds import compilation

@@ -16,7 +16,7 @@ from tinyllm_ray.measure.environment import devices
 from tinyllm_ray.measure.kernels import record_kernels
 from tinyllm_ray.measure.memory import peak_memory
 from tinyllm_ray.measure.windows import measure
-from tinyllm_ray.records import Protocol
+from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.train.trainer import Trainer
 
 PROFILING_SECONDS = 5.0

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from tinyllm_ray.measure.need import Bar, is_enough, is_warm, updates_to_fill, why_dominated
 from tinyllm_ray.measure.windows import Measurement, measure
-from tinyllm_ray.records import GpuState, Protocol
+from tinyllm_ray.protocol import Protocol
+from tinyllm_ray.records import GpuState
 
 ADAPTIVE = Protocol(version="adaptive")
 TARGETS = 1000

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tinyllm_ray.measure.windows import Measurement, measure
-from tinyllm_ray.records import Protocol, Window
+from tinyllm_ray.protocol import Protocol
+from tinyllm_ray.records import Window
 
 TARGETS = 1000
 

@@ -10,7 +10,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinyllm_ray.records import Device, Fate, Protocol, Purpose, TrialRecord, Window
+from tinyllm_ray.protocol import Protocol
+from tinyllm_ray.records import Device, Fate, Purpose, TrialRecord, Window
 from tinyllm_ray.search.noise import Spread
 from tinyllm_ray.search.pairs import CAUTIOUS_SPREAD
 from tinyllm_ray.search.verification import Done, Verification

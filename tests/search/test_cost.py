@@ -3,7 +3,8 @@ from typing import Any
 import pytest
 from study_replay import fitted, record
 
-from tinyllm_ray.records import Fate, Protocol, Seconds, TrialRecord
+from tinyllm_ray.protocol import Protocol
+from tinyllm_ray.records import Fate, Seconds, TrialRecord
 from tinyllm_ray.search.candidate import make_candidate
 from tinyllm_ray.search.cost import CostModel, Estimate
 from tinyllm_ray.search.priors import Priors

@@ -7,7 +7,8 @@ import pytest
 from noisy_device import NoisyDevice, a_record
 
 from tinyllm_ray.measure.bounds import PROCESS_SPREAD
-from tinyllm_ray.records import Device, Fate, Protocol
+from tinyllm_ray.protocol import Protocol
+from tinyllm_ray.records import Device, Fate
 from tinyllm_ray.search.noise import Spread, bar_of, device_name, learned_spread, record_bounds, spread_of
 
 

@@ -11,7 +11,8 @@ from test_fitting import space, spaces
 
 from tinyllm_ray.config import identity, load
 from tinyllm_ray.errors import ConfigError
-from tinyllm_ray.records import Device, Fate, KernelTime, Protocol, TrialRecord
+from tinyllm_ray.protocol import Protocol
+from tinyllm_ray.records import Device, Fate, KernelTime, TrialRecord
 from tinyllm_ray.search.answers import Finished, State, Trial, Wait
 from tinyllm_ray.search.fitting import FittedSpace, fit_space
 from tinyllm_ray.search.objective import Objective

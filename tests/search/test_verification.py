@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from noisy_device import START_SECONDS, NoisyDevice, Told, a_record, predict, verify
 
-from tinyllm_ray.records import Fate, Memory, Protocol, Seconds, TrialRecord
+from tinyllm_ray.protocol import Protocol
+from tinyllm_ray.records import Fate, Memory, Seconds, TrialRecord
 from tinyllm_ray.search.finalists import choose_finalists, reserve_seconds
 from tinyllm_ray.search.noise import Spread, learned_spread
 from tinyllm_ray.search.pairs import CAUTIOUS_SPREAD, MOST_PAIRS, Pair, Side

@@ -14,7 +14,8 @@ from linux_processes import alive, ends, group
 import tinyllm_ray
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache
-from tinyllm_ray.records import Fate, Protocol, TrialRecord
+from tinyllm_ray.protocol import Protocol
+from tinyllm_ray.records import Fate, TrialRecord
 from tinyllm_ray.search.judgement import judged
 from tinyllm_ray.train.launcher import Launcher
 from tinyllm_ray.train.trainer import Trainer

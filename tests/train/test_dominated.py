@@ -6,7 +6,8 @@ from typing import Any
 
 from tinyllm_ray.clock import Deadline
 from tinyllm_ray.config import Config
-from tinyllm_ray.records import Fate, Protocol
+from tinyllm_ray.protocol import Protocol
+from tinyllm_ray.records import Fate
 from tinyllm_ray.train.outcome import RunningCandidate, build_record, judge
 from tinyllm_ray.train.trial import TrialRequest, run_trial
 

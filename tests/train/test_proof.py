@@ -16,7 +16,8 @@ from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.measure.kernels import by_category
 from tinyllm_ray.measure.parity import FLOAT32, Tolerance
-from tinyllm_ray.records import Fate, Protocol, TrialRecord
+from tinyllm_ray.protocol import Protocol
+from tinyllm_ray.records import Fate, TrialRecord
 from tinyllm_ray.search.judgement import judged
 from tinyllm_ray.train import proof as proof_module
 from tinyllm_ray.train import reference as reference_module

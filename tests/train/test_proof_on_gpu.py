@@ -11,7 +11,8 @@ from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.execution import SdpaBackend
 from tinyllm_ray.measure.kernels import by_category
-from tinyllm_ray.records import Fate, Protocol, TrialRecord
+from tinyllm_ray.protocol import Protocol
+from tinyllm_ray.records import Fate, TrialRecord
 from tinyllm_ray.search.judgement import judged
 
 pytestmark = pytest.mark.gpu

@@ -10,7 +10,8 @@ from torch._inductor.exc import InductorError
 
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache
-from tinyllm_ray.records import Device, Memory, Protocol, Window
+from tinyllm_ray.protocol import Protocol
+from tinyllm_ray.records import Device, Memory, Window
 from tinyllm_ray.train import trial as trial_module
 from tinyllm_ray.train.trial import TrialRequest, is_out_of_memory, run_trial
 

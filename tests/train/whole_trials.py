@@ -5,7 +5,8 @@ import time
 from tinyllm_ray.clock import Deadline
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache
-from tinyllm_ray.records import Protocol, TrialRecord
+from tinyllm_ray.protocol import Protocol
+from tinyllm_ray.records import TrialRecord
 from tinyllm_ray.train.outcome import RunningCandidate, build_record, judge
 from tinyllm_ray.train.trial import TrialRequest, run_trial
 

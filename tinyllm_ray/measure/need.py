@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinyllm_ray.measure.bounds import PROCESS_SPREAD, throughput_bounds, window_error
-from tinyllm_ray.records import Protocol
+from tinyllm_ray.protocol import Protocol
 
 STEADY_UPDATES = 3
 """After the first update at least so many follow before a window: the second may compile a graph for gradients that

@@ -15,7 +15,8 @@ from typing import Protocol as Contract
 
 from tinyllm_ray.clock import Clock
 from tinyllm_ray.measure.need import STEADY_UPDATES, Bar, is_enough, is_warm, updates_to_fill, why_dominated
-from tinyllm_ray.records import GpuState, Protocol, Window
+from tinyllm_ray.protocol import Protocol
+from tinyllm_ray.records import GpuState, Window
 
 
 class Measured(Contract):

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from tinyllm_ray.records import Fate, Protocol, TrialRecord
+from tinyllm_ray.protocol import Protocol
+from tinyllm_ray.records import Fate, TrialRecord
 from tinyllm_ray.search.candidate import Candidate
 from tinyllm_ray.search.cost import Prediction
 from tinyllm_ray.search.rates import rate

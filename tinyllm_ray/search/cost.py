@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tinyllm_ray.execution import ExecutionConfig
-from tinyllm_ray.records import Fate, Protocol, TrialRecord
+from tinyllm_ray.protocol import Protocol
+from tinyllm_ray.records import Fate, TrialRecord
 from tinyllm_ray.search.effects import CompilePrior, EffectModel, Observation
 from tinyllm_ray.search.fitting import DeviceKind
 from tinyllm_ray.search.kinds import compilation, kind_of

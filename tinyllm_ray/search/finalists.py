@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from tinyllm_ray.records import Fate, Protocol, TrialRecord
+from tinyllm_ray.protocol import Protocol
+from tinyllm_ray.records import Fate, TrialRecord
 from tinyllm_ray.search.noise import Spread, record_bounds
 from tinyllm_ray.search.pairs import CAUTIOUS_SPREAD, LEAST_PAIRS
 from tinyllm_ray.search.rates import ranked, rate

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tinyllm_ray.records import Protocol, TrialRecord
+from tinyllm_ray.protocol import Protocol
+from tinyllm_ray.records import TrialRecord
 from tinyllm_ray.search.answers import Finished
 from tinyllm_ray.search.cost import CostModel
 from tinyllm_ray.search.finalists import MOST_FINALISTS, choose_finalists

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from tinyllm_ray.measure.bounds import window_error
-from tinyllm_ray.records import Fate, Protocol, TrialRecord
+from tinyllm_ray.protocol import Protocol
+from tinyllm_ray.records import Fate, TrialRecord
 from tinyllm_ray.search.finalists import SUSTAINED_SECONDS
 from tinyllm_ray.search.noise import device_name
 from tinyllm_ray.search.pairs import Side

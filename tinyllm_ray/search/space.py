@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_valid
 from tinyllm_ray.config import Config
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.execution import ExecutionConfig
-from tinyllm_ray.records import Protocol
+from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.sections import Section
 from tinyllm_ray.validation import explain
 from tinyllm_ray.yamlfile import parse_yaml, read_mapping

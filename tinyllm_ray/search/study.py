@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from tinyllm_ray.config import identity
-from tinyllm_ray.records import Fate, Protocol, TrialRecord
+from tinyllm_ray.protocol import Protocol
+from tinyllm_ray.records import Fate, TrialRecord
 from tinyllm_ray.search.account import Account, account
 from tinyllm_ray.search.answers import (
     CandidateStatus,

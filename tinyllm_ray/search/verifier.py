@@ -3,9 +3,10 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
+from typing import Protocol as Contract
 
-from tinyllm_ray import records
+from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.records import TrialRecord
 from tinyllm_ray.search.answers import Finished
 from tinyllm_ray.search.cost import CostModel
@@ -21,7 +22,7 @@ class Again:
     """The search's."""
     name: str
     """For the new record and its log, unique within the study; begins like the candidate's id."""
-    protocol: records.Protocol | None = None
+    protocol: Protocol | None = None
     """The study's where None."""
     device: str | None = None
     """Where it has to run; anywhere where None."""
@@ -29,7 +30,7 @@ class Again:
     """Which of the rounds it belongs to, where there are rounds."""
 
 
-class Verification(Protocol):
+class Verification(Contract):
     """One verification, ask/tell like the study."""
 
     def ask(self, remaining_seconds: float) -> Again | Finished:
@@ -45,7 +46,7 @@ class Verification(Protocol):
         ...
 
 
-class Verifier(Protocol):
+class Verifier(Contract):
     """How a study verifies. Pure, like the study that asks it."""
 
     def seconds(self, cost: CostModel, one: Mapping[str, Any], baseline: Mapping[str, Any]) -> float:

@@ -8,7 +8,8 @@ from typing import Any
 
 from tinyllm_ray.clock import Deadline
 from tinyllm_ray.config import Config, identity
-from tinyllm_ray.records import Device, Fate, Memory, Protocol, Seconds, TrialRecord, Window
+from tinyllm_ray.protocol import Protocol
+from tinyllm_ray.records import Device, Fate, Memory, Seconds, TrialRecord, Window
 
 
 @dataclass

@@ -24,7 +24,8 @@ from tinyllm_ray.measure.environment import devices
 from tinyllm_ray.measure.gpu_sensors import open_sensors
 from tinyllm_ray.measure.need import Bar
 from tinyllm_ray.measure.windows import measure
-from tinyllm_ray.records import Proof, Protocol, Purpose
+from tinyllm_ray.protocol import Protocol
+from tinyllm_ray.records import Proof, Purpose
 from tinyllm_ray.train.proof import Evidence, Watched, gather_evidence
 from tinyllm_ray.train.trainer import Trainer
 

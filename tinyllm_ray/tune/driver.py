@@ -14,7 +14,8 @@ from tinyllm_ray.config import Config, identity
 from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.measure.environment import source_identity
 from tinyllm_ray.measure.need import Bar
-from tinyllm_ray.records import Fate, Protocol, TrialRecord
+from tinyllm_ray.protocol import Protocol
+from tinyllm_ray.records import Fate, TrialRecord
 from tinyllm_ray.search.answers import CandidateStatus, Finished, State, Trial
 from tinyllm_ray.search.judgement import judged
 from tinyllm_ray.search.noise import bar_of, spread_of

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tinyllm_ray.config import Config, load, validate
 from tinyllm_ray.errors import ConfigError
-from tinyllm_ray.records import Protocol
+from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.search.objective import Objective, ObjectiveKind
 from tinyllm_ray.search.space import Space, load_space, parse_space
 from tinyllm_ray.validation import explain

@@ -16,7 +16,7 @@ from tinyllm_ray.clock import Deadline
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache, open_cache
 from tinyllm_ray.measure.environment import usable_cores
-from tinyllm_ray.records import Protocol
+from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.search.fitting import FittedSpace, fit_space
 from tinyllm_ray.search.objective import Objective
 from tinyllm_ray.search.paired import RESERVED_SHARE, PairedVerifier

@@ -1,0 +1,38 @@
+"""How a candidate's throughput is measured: warm-up and windows, by count or by time and need."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tinyllm_ray.sections import Integer, Number
+
+
+class Protocol(BaseModel):
+    """How a throughput was measured."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    version: Literal[2, "adaptive"] = 2
+    """2: the reference's, by count. adaptive: windows by time, their number by need, the warm-up until it is steady."""
+    data_mode: Literal["real", "synthetic"] = "real"
+    """real: cache, loader and transfers; synthetic: one batch that stays on the device."""
+    warmup_updates: Integer = Field(default=20, ge=1)
+    """Updates before the first window, the first of which includes compilation; where adaptive, at most so many."""
+    windows: Integer = Field(default=3, ge=1)
+    """Where adaptive, the fewest of a candidate that is not dominated."""
+    updates_per_window: Integer = Field(default=100, ge=1)
+    """Where adaptive, as many as `window_seconds` takes instead."""
+    window_seconds: Number = Field(default=0.5, gt=0)
+    """Adaptive only: how long a window lasts at least."""
+    most_windows: Integer = Field(default=12, ge=1)
+    """Adaptive only; `least_seconds` may take more."""
+    least_seconds: Number = Field(default=0.0, ge=0)
+    """Adaptive only: windows go on until they last this long together, as under the load of a training."""
+
+    def longest_seconds(self, seconds_per_update: float) -> float:
+        """Seconds of windows that a candidate with such updates takes at most, for planning."""
+        if self.version == 2:
+            return self.windows * self.updates_per_window * seconds_per_update
+        # A window ends with the update that fills it.
+        window = self.window_seconds + seconds_per_update
+        return max(max(self.windows, self.most_windows) * window, self.least_seconds + window)
