@@ -119,8 +119,8 @@ def h200_first_study() -> tuple[list[TrialRecord], dict[str, Any]]:
     return records, summary | {"ended": known["study"]["ended"], "timestamp": moment + 2}
 
 
-def eventful_study(text: str = "") -> tuple[list[TrialRecord], dict[str, Any]]:
-    """Three GPUs with controls, all fates, kernels, parity and a verification; `text` is in all that is free to hold it."""
+def eventful_study(text: str = "", candidates: int = 24) -> tuple[list[TrialRecord], dict[str, Any]]:
+    """Three GPUs with controls, all fates, kernels, parity, a verification; `text` is in all that can hold it."""
     records: list[TrialRecord] = []
     for index, gpu in enumerate(GPUS):
         rate = 1_880_000 * (1.0, 0.993, 0.951)[index]
@@ -129,7 +129,7 @@ def eventful_study(text: str = "") -> tuple[list[TrialRecord], dict[str, Any]]:
         )
     backends = ["auto", f"flash{text}", "cudnn", "efficient", "math"]
     fates = [fate for fate in Fate if fate != Fate.COMPLETE]
-    for number in range(24):
+    for number in range(candidates):
         execution = {
             "micro_batch_size": (8, 16, 32, 64)[number % 4],
             "sdpa_backend": backends[number % 5],

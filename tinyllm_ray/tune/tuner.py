@@ -23,6 +23,7 @@ from tinyllm_ray.search.space import Space
 from tinyllm_ray.tune.budget import SUMMARY, seconds_left
 from tinyllm_ray.tune.channel import STUDY_COMMAND
 from tinyllm_ray.tune.folder import SELECTED, TRIALS
+from tinyllm_ray.tune.page.maker import bring_up_to_date
 from tinyllm_ray.tune.request import StudyRequest, check_request
 from tinyllm_ray.tune.supervisor import supervise
 
@@ -76,7 +77,7 @@ class TuneResult:
         """A row a trial: candidate, fate, reason, execution settings, throughput, seconds and peak memory."""
         import pandas
 
-        return pandas.DataFrame([_flat(record) for record in self.records])
+        return pandas.DataFrame([flat_record(record) for record in self.records])
 
     def _record(self, figures: dict[str, Any] | None) -> TrialRecord | None:
         """The last record of a candidate, which is the one that counts after a resumption."""
@@ -147,6 +148,7 @@ class Tuner:
         deadline = Deadline.after(seconds_left(request.total_seconds, Path(request.out), request.resume))
         values = self.request.model_dump(mode="json", exclude={"budget_seconds"})
         outcome = supervise(STUDY_COMMAND, request=values, deadline=deadline)
+        bring_up_to_date(Path(request.out), deadline)
         if outcome.exit_status == EXIT_DONE:
             return TuneResult.read(self.request.out)
         message = outcome.message or f"the study ended with status {outcome.exit_status}"
@@ -159,7 +161,8 @@ class Tuner:
         raise TinyllmRayError(message)
 
 
-def _flat(record: TrialRecord) -> dict[str, Any]:
+def flat_record(record: TrialRecord) -> dict[str, Any]:
+    """A record as one row of a table."""
     return {
         "candidate": record.candidate,
         "fate": record.fate.value,

@@ -1,7 +1,6 @@
 """The pictures of a study's page."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from markupsafe import Markup
 from matplotlib.axes import Axes
@@ -47,7 +46,7 @@ def _factor_panel(drawing: Drawing, axes: Axes, factor: Factor, page: StudyPage)
     _rows(axes, [value for value, _, _ in factor.values])
     for row, (value, points, fates) in enumerate(factor.values):
         if not points:
-            axes.text(0, row, f" {fates}", color=COLOURS["soft"], va="center", size=11)
+            axes.text(0, row, f" {printable(fates, 34)}", color=COLOURS["soft"], va="center", size=11)
             continue
         best = points[0].targets_per_second
         axes.plot([0, best], [row, row], color=COLOURS["line"], linewidth=2, solid_capstyle="butt")
@@ -76,7 +75,7 @@ def _mark(drawing: Drawing, axes: Axes, point: Point, y: float, page: StudyPage,
     drawing.title(mark, f"{title} targets/s" + ("" if role == "other" else f" ({role})"))
 
 
-def time_line(spent: Spending, labels: dict[str, str]) -> Markup | None:
+def time_line(spent: Spending, labels: Mapping[str, str]) -> Markup | None:
     """The budget from left to right, a lane a device, each stage of each trial in its colour."""
     if not spent.slices:
         return None
@@ -88,7 +87,7 @@ def time_line(spent: Spending, labels: dict[str, str]) -> Markup | None:
         axes.set_xlim(0, end)
         axes.set_ylim(0, 1)
         axes.set_yticks([])
-        _value_axis(axes, _moment, labels=device == lanes[-1])
+        _time_axis(axes, end, labels=device == lanes[-1])
         idle = axes.barh(0.5, spent.elapsed_seconds, 0.9, color=COLOURS["idle"])
         drawing.title(idle[0], "no trial")
         for one in spent.slices:
@@ -180,7 +179,13 @@ def _value_axis(axes: Axes, form: Callable[[float], str], labels: bool = True) -
     axes.tick_params(axis="x", labelbottom=labels)
 
 
-def _moment(seconds: float) -> str:
-    minutes = seconds / 60
-    whole = math.isclose(minutes, round(minutes), abs_tol=1e-6)
-    return f"{minutes:.0f} min" if whole and minutes >= 1 else f"{seconds:.0f} s"
+_STEPS = (0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400)
+"""Seconds between a time axis's ticks, of which four go into its width."""
+
+
+def _time_axis(axes: Axes, end: float, labels: bool) -> None:
+    step = next((step for step in _STEPS if end / step <= 4.5), end / 4)
+    unit, divisor = ("h", 3600) if step >= 1800 else ("min", 60) if step >= 60 else ("s", 1)
+    ticks = [step * index for index in range(int(end / step) + 1)]
+    axes.set_xticks(ticks, [f"{tick / divisor:.3g} {unit}" if tick else "0" for tick in ticks])
+    axes.tick_params(axis="x", labelbottom=labels)

@@ -1,4 +1,4 @@
-"""What a study's measurements show: the speed-up, what it costs and saves, and how factors, kernels and memory differ."""
+"""What a study's measurements show: the speed-up, its cost and payback; factors, kernels, memory and devices."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -145,7 +145,7 @@ def factors(searched: Sequence[TrialRecord]) -> tuple[Factor, ...]:
 
 
 def _value(text: str, records: Sequence[TrialRecord]) -> tuple[str, tuple[Point, ...], str]:
-    points = [Point(one.candidate, one.targets_per_second) for one in records if believed(one)]
+    points = [Point(one.candidate, one.targets_per_second or 0.0) for one in records if believed(one)]
     fates = dict.fromkeys(one.fate.value.replace("_", " ") for one in records if not believed(one))
     return text, tuple(sorted(points, key=lambda point: -point.targets_per_second)), ", ".join(fates)
 

@@ -59,7 +59,7 @@ def spending(records: Sequence[TrialRecord], summary: Mapping[str, Any]) -> Spen
         Slice(device, record.candidate, stage, lead + _budget_time(began, first, cuts), seconds)
         for record in sorted(records, key=lambda record: record.timestamp)
         if record.seconds.total is not None
-        for device in (device_label(one) for one in record.devices or [None])
+        for device in _labels(record)
         for stage, began, seconds in _stages(record)
     )
     return Spending(budget, elapsed, slices, _sums(slices, elapsed))
@@ -71,6 +71,10 @@ def device_label(device: Device | None) -> str:
         return "unknown device"
     number = f" ({device.identifier[-4:]})" if device.identifier else ""
     return f"{device.name} on {device.host}{number}"
+
+
+def _labels(record: TrialRecord) -> list[str]:
+    return [device_label(device) for device in record.devices] or [device_label(None)]
 
 
 def _end(record: TrialRecord) -> float:

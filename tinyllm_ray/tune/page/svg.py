@@ -45,7 +45,7 @@ COLOURS: Final = {name: f"#{index + 1:02x}f00{index:x}" for index, name in enume
 """What to draw with; the page's style sheet defines --ink and so on."""
 
 _VARIABLES: Final = {colour: f"var(--{name})" for name, colour in COLOURS.items()}
-_SETTINGS: Final = {
+_SETTINGS: Final[dict[str, Any]] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "page",
     "text.parse_math": False,  # a label is no formula, whatever it holds
@@ -110,7 +110,7 @@ class Drawing:
             "aria-label": printable(description, 1000),
             "class": "chart",
         }
-        return Markup(ElementTree.tostring(root, encoding="unicode"))  # noqa: S704
+        return Markup(ElementTree.tostring(root, encoding="unicode"))
 
     def _add_titles(self, root: ElementTree.Element) -> None:
         for group in root.iter("g"):
@@ -126,7 +126,8 @@ def drawing_settings() -> Iterator[None]:
     """Within it figures look like the page's, whatever the user's own matplotlibrc says."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_SETTINGS)
+        parameters: Any = matplotlib.rcParams
+        parameters.update(_SETTINGS)
         yield
 
 

@@ -2,6 +2,9 @@
 
 import math
 import unicodedata
+from typing import Final
+
+TIMES: Final = "\N{MULTIPLICATION SIGN}"
 
 
 def rate(value: float | None) -> str:
@@ -9,9 +12,9 @@ def rate(value: float | None) -> str:
     if value is None or not math.isfinite(value):
         return "—"
     for limit, unit in ((1e9, " G"), (1e6, " M"), (1e5, " k")):
-        if value >= limit:
+        if value >= limit * 0.9995:
             scaled = value / limit if limit != 1e5 else value / 1e3
-            return f"{scaled:.3g}{unit}" if scaled < 1000 else f"{scaled:,.0f}{unit}"
+            return f"{scaled:,.3g}{unit}"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -36,8 +39,10 @@ def seconds(value: float | None) -> str:
 
 
 def ratio(value: float | None) -> str:
-    """How many times: 1.34×."""
-    return "—" if value is None else f"{value:.2f}×"
+    """How many times: 1.34×, and 1.034× where it is next to 1."""
+    if value is None or not math.isfinite(value):
+        return "—"
+    return f"{value:.3f}{TIMES}" if 0.0005 < abs(value - 1) < 0.1 else f"{value:.2f}{TIMES}"
 
 
 def gibibytes(value: float | None) -> str:

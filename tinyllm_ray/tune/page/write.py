@@ -19,12 +19,12 @@ from tinyllm_ray.tune.page.svg import drawing_settings
 REPORT: Final = "report.html"
 
 _STAGES: Final = {
-    "process": "process: Ray, fork, end",
-    "start": "start: device, model, loader",
-    "compile": "first update, compilation included",
+    "process": "process",
+    "start": "start",
+    "compile": "first update",
     "warmup": "warm-up",
     "windows": "timed windows",
-    "proof": "proof: kernels, parity",
+    "proof": "proof",
     "idle": "no trial",
 }
 
