@@ -189,9 +189,8 @@ def test_evidence_names_what_is_known_and_nothing_else() -> None:
         (text.seconds, 9.96, "10 s"),
         (text.seconds, 270.0, "4.5 min"),
         (text.seconds, 200_000.0, "2.31 days"),
-        (text.ratio, 1.0, "1.00×"),  # noqa: RUF001
-        (text.ratio, 1.0037, "1.004×"),  # noqa: RUF001
-        (text.ratio, 1.34, "1.34×"),  # noqa: RUF001
+        (text.ratio, 1.3449, "1.34\N{MULTIPLICATION SIGN}"),
+        (text.ratio, None, "—"),
         (text.tokens, 10**10, "10 B"),
         (text.tokens, 617_950.0, "618 k"),
     ],

@@ -38,11 +38,9 @@ def seconds(value: float | None) -> str:
     return f"{value:.2g} s" if value >= 0.01 or not value else "<0.01 s"
 
 
-def ratio(value: float | None) -> str:
-    """How many times: 1.34×, and 1.034× where it is next to 1."""
-    if value is None or not math.isfinite(value):
-        return "—"
-    return f"{value:.3f}{TIMES}" if 0.0005 < abs(value - 1) < 0.1 else f"{value:.2f}{TIMES}"
+def ratio(value: float | None, digits: int = 2) -> str:
+    """How many times, like 1.34 and the sign."""
+    return "—" if value is None or not math.isfinite(value) else f"{value:.{digits}f}{TIMES}"
 
 
 def gibibytes(value: float | None) -> str:
