@@ -63,9 +63,10 @@ def _supervise(options: argparse.Namespace) -> int:
     request = _request(options, budget, age)
     out = Path(str(request["out"]))
     deadline = Deadline.after(seconds_left(budget, out, options.resume) - age)
-    status = supervise(STUDY_COMMAND, request=request, deadline=deadline).exit_status
-    bring_up_to_date(out, deadline)
-    return status
+    outcome = supervise(STUDY_COMMAND, request=request, deadline=deadline)
+    if outcome.journal is not None:  # else the folder is none of this study's
+        bring_up_to_date(out, deadline)
+    return outcome.exit_status
 
 
 def build_parser() -> Parser:

@@ -148,7 +148,8 @@ class Tuner:
         deadline = Deadline.after(seconds_left(request.total_seconds, Path(request.out), request.resume))
         values = self.request.model_dump(mode="json", exclude={"budget_seconds"})
         outcome = supervise(STUDY_COMMAND, request=values, deadline=deadline)
-        bring_up_to_date(Path(request.out), deadline)
+        if outcome.journal is not None:  # else the folder is none of this study's
+            bring_up_to_date(Path(request.out), deadline)
         if outcome.exit_status == EXIT_DONE:
             return TuneResult.read(self.request.out)
         message = outcome.message or f"the study ended with status {outcome.exit_status}"
