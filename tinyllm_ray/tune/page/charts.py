@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from markupsafe import Markup
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tinyllm_ray.search.device_blocks import DeviceSpeed
@@ -61,17 +63,18 @@ def _mark(drawing: Drawing, axes: Axes, point: Point, y: float, page: StudyPage,
     role = next((role for role in ("selected", "baseline") if page.roles.get(role) == point.candidate), "other")
     face = COLOURS["paper"] if role == "baseline" else COLOURS[role]
     size = 4.5 if role == "other" else 7.5
-    (mark,) = axes.plot(
+    mark = Line2D(
         [point.targets_per_second],
         [y],
-        "o",
+        linestyle="",
+        marker="o",
         markersize=size,
         markerfacecolor=face,
         markeredgecolor=COLOURS[role],
         markeredgewidth=2 if role == "baseline" else 0,
-        clip_on=False,
         zorder={"other": 3, "baseline": 4, "selected": 5}[role],
     )
+    axes.add_artist(mark).set_clip_on(False)
     drawing.title(mark, f"{title} targets/s" + ("" if role == "other" else f" ({role})"))
 
 
@@ -92,10 +95,12 @@ def time_line(spent: Spending, labels: Mapping[str, str]) -> Markup | None:
         drawing.title(idle[0], "no trial")
         for one in spent.slices:
             if one.device == device:
-                bar = axes.barh(0.5, one.seconds, 0.9, one.began, color=COLOURS[one.stage], linewidth=0)
-                drawing.title(
-                    bar[0], f"{labels.get(one.candidate, one.candidate)}: {one.stage}, {text.seconds(one.seconds)}"
+                # An artist alone: `barh` looks for limits anew for each of a thousand bars.
+                bar = axes.add_artist(
+                    Rectangle((one.began, 0.05), one.seconds, 0.9, color=COLOURS[one.stage], linewidth=0)
                 )
+                candidate = labels.get(one.candidate, one.candidate)
+                drawing.title(bar, f"{candidate}: {one.stage}, {text.seconds(one.seconds)}")
         heading = printable(device, 52)
         drawing.figure.text(8 / WIDTH, 1 - (44 * index + 12) / drawing.height, heading, size=11, color=COLOURS["soft"])
     return drawing.svg("What the budget's seconds went to, by device")

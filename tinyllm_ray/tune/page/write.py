@@ -50,6 +50,8 @@ def read_study(out: Path) -> tuple[list[TrialRecord], dict[str, Any]]:
         summary = {}
     except ValueError as error:
         raise TinyllmRayError(f"{out / SUMMARY} is damaged: {error}") from None
+    if not isinstance(summary, dict):
+        raise TinyllmRayError(f"{out / SUMMARY} is damaged: it holds no JSON object")
     try:
         return read_records(out / TRIALS), summary
     except ValueError as error:
