@@ -1,4 +1,4 @@
-"""Studies for the report page: the one recorded on an H200, and one in which everything has happened."""
+"""What report pages are made of: the study recorded on an H200, one in which everything has happened, and a run."""
 
 import json
 import math
@@ -229,6 +229,37 @@ def write_study(out: Path, records: Iterable[TrialRecord], summary: dict[str, An
     journal.append_lines(out / "trials.jsonl", [one.model_dump(mode="json") for one in records])
     if summary is not None:
         (out / "summary.json").write_text(json.dumps(summary))
+    return out
+
+
+def metrics_line(step: int, **fields: Any) -> dict[str, Any]:
+    values = {"loss": 10.0 - step / 100, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_second": 2000.0}
+    return {"step": step, "tokens": step * 512, **values, **fields}
+
+
+RUN_METRICS = [metrics_line(step) for step in range(1, 101)]
+RUN_EVALUATIONS = [
+    {"step": 50, "split": "subset", "loss": 9.6},
+    {"step": 100, "split": "validation", "loss": 9.1},
+]
+RUN_RESULT = {
+    "status": "complete",
+    "parameters": 514_608,
+    "step": 100,
+    "tokens": 51_200,
+    "validation": {"loss": 9.1},
+    "levels": {"uniform": 10.37, "unigram": 6.81},
+    "start_seconds": {"imports": 2.5, "loader": 0.0, "first_update": 0.9},
+    "training_tokens_per_second": 1315.5,
+}
+
+
+def write_run(out: Path) -> Path:
+    """A training run's folder; `out` has to exist."""
+    journal.append_lines(out / "metrics.jsonl", RUN_METRICS)
+    journal.append_lines(out / "evaluations.jsonl", RUN_EVALUATIONS)
+    (out / "result.json").write_text(json.dumps(RUN_RESULT))
+    (out / "environment.json").write_text(json.dumps({"hostname": "<b>here</b>"}))
     return out
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from page_studies import eventful_study, h200_first_study, write_study
+from page_studies import eventful_study, h200_first_study, write_run, write_study
 
+from tinyllm_ray.tune.page.run import write_run_page
 from tinyllm_ray.tune.page.write import write_page
 
 pytestmark = pytest.mark.browser
@@ -106,3 +107,10 @@ def test_a_recorded_study_fits_a_phone(chromium: str, tmp_path: Path) -> None:
     found, complaints = look_at(chromium, page, tmp_path)
     assert (complaints, found["overflow"], found["beside"]) == ("", 0, [])
     assert "mb32 compiled default cudnn t1" in found["text"]
+
+
+def test_a_runs_page_fits_a_phone(chromium: str, tmp_path: Path) -> None:
+    found, complaints = look_at(chromium, write_run_page(write_run(tmp_path)), tmp_path)
+    assert (complaints, found["overflow"], found["beside"]) == ("", 0, [])
+    assert "9.1000" in found["text"]
+    assert "gradient norm" in found["text"]

@@ -1,45 +1,17 @@
 """The page of a training run, from what a run records."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
+from page_studies import metrics_line, write_run
 
-from tinyllm_ray import journal
 from tinyllm_ray.train.__main__ import main
 from tinyllm_ray.tune.page.run_data import Stretch, run_data, stretches
 
 
-def line(step: int, **fields: Any) -> dict[str, Any]:
-    values = {"loss": 10.0 - step / 100, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_second": 2000.0}
-    return {"step": step, "tokens": step * 512, **values, **fields}
-
-
-METRICS = [line(step) for step in range(1, 101)]
-EVALUATIONS = [
-    {"step": 50, "split": "subset", "loss": 9.6},
-    {"step": 100, "split": "validation", "loss": 9.1},
-]
-RESULT = {
-    "status": "complete",
-    "parameters": 514_608,
-    "step": 100,
-    "tokens": 51_200,
-    "validation": {"loss": 9.1},
-    "levels": {"uniform": 10.37, "unigram": 6.81},
-    "start_seconds": {"imports": 2.5, "loader": 0.0, "first_update": 0.9},
-    "training_tokens_per_second": 1315.5,
-}
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    journal.append_lines(tmp_path / "metrics.jsonl", METRICS)
-    journal.append_lines(tmp_path / "evaluations.jsonl", EVALUATIONS)
-    (tmp_path / "result.json").write_text(json.dumps(RESULT))
-    (tmp_path / "environment.json").write_text(json.dumps({"hostname": "<b>here</b>"}))
-    return tmp_path
+    return write_run(tmp_path)
 
 
 def test_a_runs_page_has_its_curves_its_result_and_its_start(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,7 +35,7 @@ def test_a_run_that_has_only_begun_has_a_page_that_reloads(tmp_path: Path) -> No
 
 
 def test_a_long_curve_is_shown_by_means_and_ranges_that_lose_no_peak() -> None:
-    metrics = [line(step, loss=float(step % 2)) for step in range(1, 1001)]
+    metrics = [metrics_line(step, loss=float(step % 2)) for step in range(1, 1001)]
     metrics[500]["loss"] = 50.0
     points = stretches(metrics, "loss", most=100)
     assert len(points) == 100
@@ -72,7 +44,7 @@ def test_a_long_curve_is_shown_by_means_and_ranges_that_lose_no_peak() -> None:
 
 
 def test_values_that_were_not_finite_leave_a_gap_and_each_model_of_a_pack_its_evaluations() -> None:
-    metrics = [line(1), line(2, grad_norm=None), line(3, consensus_distance=0.1)]
+    metrics = [metrics_line(1), metrics_line(2, grad_norm=None), metrics_line(3, consensus_distance=0.1)]
     evaluations = [{"step": 3, "split": "validation", "loss": 9.0 + model, "model": model} for model in range(2)]
     page = run_data({"models": 2, "parameters": 2_000_000}, metrics, evaluations, {})
     assert len(page.curves["grad_norm"]) == 2

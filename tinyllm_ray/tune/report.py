@@ -19,7 +19,7 @@ from tinyllm_ray.search.study import Study
 from tinyllm_ray.tune.budget import SUMMARY
 from tinyllm_ray.tune.driver import StudyDriver
 from tinyllm_ray.tune.folder import SELECTED
-from tinyllm_ray.tune.page.maker import PageMaker
+from tinyllm_ray.tune.page.maker import PAGE, PageMaker
 
 
 @dataclass
@@ -88,6 +88,8 @@ def closing_lines(driver: StudyDriver, out: Path) -> list[str]:
         + ("" if ratio is None else f", {ratio:.2f}x the baseline")
     )
     lines.append(f"verdict: {selection.reason}")
+    if (out / PAGE).exists():
+        lines.append(f"report: {out / PAGE}")
     selected, run = (shlex.quote(str(out / name)) for name in (SELECTED, "run"))
     lines.append(f"next: python -m tinyllm_ray.train --config {selected} --out {run}")
     return lines

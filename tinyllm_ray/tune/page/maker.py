@@ -62,6 +62,8 @@ class PageMaker:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
             process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a file system that hangs holds it even so
+                process.wait(0.2)
         else:
             self._process = process
             self._hear()
