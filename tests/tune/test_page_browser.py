@@ -1,9 +1,11 @@
 """The page in a real browser: no errors, nothing beside the screen of a phone, the text there, dark where asked for."""
 
+import functools
 import json
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from page_studies import eventful_study, h200_first_study, write_run, write_stud
 
 from tinyllm_ray.tune.page.run import write_run_page
 from tinyllm_ray.tune.page.write import write_page
+
+Look = Callable[[int, bool], tuple[dict[str, Any], str]]
 
 pytestmark = pytest.mark.browser
 
@@ -51,6 +55,14 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_page(write_study(tmp_path_factory.mktemp("study"), *eventful_study("<i>&")))
 
 
+@pytest.fixture(scope="module")
+def looks(chromium: str, page: Path, tmp_path_factory: pytest.TempPathFactory) -> Look:
+    """The eventful study's page at a width, light or dark; each is looked at once."""
+    return functools.cache(
+        lambda width, dark: look_at(chromium, page, tmp_path_factory.mktemp("look"), width=width, dark=dark)
+    )
+
+
 def look_at(
     chromium: str, page: Path, folder: Path, width: int = 390, dark: bool = False
 ) -> tuple[dict[str, Any], str]:
@@ -71,15 +83,15 @@ def look_at(
 
 
 @pytest.mark.parametrize("width", [320, 390, 1200])
-def test_the_page_fits_its_screen_without_errors(chromium: str, page: Path, tmp_path: Path, width: int) -> None:
-    found, complaints = look_at(chromium, page, tmp_path, width)
+def test_the_page_fits_its_screen_without_errors(looks: Look, width: int) -> None:
+    found, complaints = looks(width, False)
     assert complaints == ""
     assert found["overflow"] <= 0
     assert found["beside"] == []
 
 
-def test_a_phone_shows_all_of_it_in_letters_that_can_be_read(chromium: str, page: Path, tmp_path: Path) -> None:
-    found, _ = look_at(chromium, page, tmp_path)
+def test_a_phone_shows_all_of_it_in_letters_that_can_be_read(looks: Look) -> None:
+    found, _ = looks(390, False)
     for part in (
         "runs at 1.198",
         "with 90% confidence",
@@ -92,9 +104,8 @@ def test_a_phone_shows_all_of_it_in_letters_that_can_be_read(chromium: str, page
     assert found["smallest"] >= 10
 
 
-def test_dark_is_dark_and_light_is_light(chromium: str, page: Path, tmp_path: Path) -> None:
-    light, _ = look_at(chromium, page, tmp_path)
-    dark, _ = look_at(chromium, page, tmp_path, dark=True)
+def test_dark_is_dark_and_light_is_light(looks: Look) -> None:
+    light, dark = looks(390, False)[0], looks(390, True)[0]
     assert light["background"] == "rgb(255, 255, 255)"
     assert dark["background"] == "rgb(20, 23, 26)"
     assert light["ink"] in light["drawn"]

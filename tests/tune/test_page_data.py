@@ -103,6 +103,13 @@ def test_a_study_is_paid_back_when_its_device_time_is_saved() -> None:
     assert findings.payback(100.0, 2, None, best, None).targets is None
 
 
+def test_a_speed_up_whose_interval_holds_1_pays_nothing_back() -> None:
+    records, summary = eventful_study()
+    for low, paid in ((0.999, False), (1.001, True)):
+        page = page_data(records, summary | {"speedup": {"ratio": 1.01, "low": low, "high": 1.02, "pairs": 3}})
+        assert (page.payback.targets is not None) == paid
+
+
 def test_a_short_training_is_won_by_what_starts_soon() -> None:
     slow_start = record("c01", 2e6, BEGAN, seconds=Seconds(start=1.0, compile=60.0, total=80.0))
     quick_start = record("c02", 1e6, BEGAN, seconds=Seconds(start=1.0, compile=1.0, total=20.0))

@@ -25,6 +25,11 @@ class Speedup:
     """The ratio's 90% interval; None without a verification in pairs."""
     pairs: int = 0
 
+    @property
+    def shown(self) -> float | None:
+        """The ratio, unless its interval leaves open whether anything is gained."""
+        return self.ratio if self.low is None or self.low > 1 else None
+
 
 @dataclass(frozen=True)
 class Payback:
@@ -103,7 +108,7 @@ def speedup(
 def payback(
     elapsed_seconds: float, devices: int, baseline: TrialRecord | None, selected: TrialRecord | None, gain: float | None
 ) -> Payback:
-    """`gain` is the selected execution's throughput over the baseline's."""
+    """`gain` is the selected execution's throughput over the baseline's; None where none is shown."""
     cost = elapsed_seconds * devices
     rate = baseline.targets_per_second if baseline else None
     if not rate or not selected or not gain or gain <= 1:

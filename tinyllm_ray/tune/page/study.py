@@ -87,7 +87,7 @@ def page_data(records: Sequence[TrialRecord], summary: Mapping[str, Any]) -> Stu
         selected=next((one for one in candidates if selected and one.name == selected.candidate), None),
         speedup=speedup,
         payback=findings.payback(
-            spent.elapsed_seconds, devices, baseline, selected, speedup.ratio if speedup else None
+            spent.elapsed_seconds, devices, baseline, selected, speedup.shown if speedup else None
         ),
         spending=spent,
         factors=findings.factors(searched),
