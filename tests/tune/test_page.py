@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -79,12 +80,15 @@ def test_identifiers_are_unique_and_every_reference_is_to_one_of_them() -> None:
     assert {one[1:] for one in outline.references if one.startswith("#")} <= set(outline.identifiers)
 
 
-def test_colours_are_the_style_sheets_so_that_dark_mode_is_dark() -> None:
+def test_colours_and_fonts_are_the_style_sheets_so_that_dark_mode_is_dark() -> None:
     page = eventful_page()
     body = page.partition("</style>")[2]
     assert not any(colour in body for colour in COLOURS.values())
     assert "fill: #" not in body
     assert "stroke: #" not in body
+    assert "font-family" not in body
+    assert "font:" not in body
+    assert set(re.findall("font-size: [^;]*", body)) == {"font-size: 10px", "font-size: 11px", "font-size: 12px"}
     assert all(f"--{name}:" in page for name in COLOURS)
 
 

@@ -132,16 +132,23 @@ def drawing_settings() -> Iterator[None]:
 
 
 def _strip(root: ElementTree.Element) -> None:
-    """Without namespaces, metadata, matplotlib's own style sheet (it would hold for the whole page) and colours."""
+    """Without namespaces, metadata, matplotlib's style sheet (which would hold for the whole page), colours, fonts."""
     for parent in list(root.iter()):
         parent.tag = parent.tag.rpartition("}")[2]
         parent.attrib = {name.rpartition("}")[2]: value for name, value in parent.attrib.items()}
         if "style" in parent.attrib:
             style = re.sub("#[0-9a-f]{6}", lambda found: _VARIABLES.get(found[0], found[0]), parent.attrib["style"])
-            parent.attrib["style"] = re.sub(r"font: (\d[\w.]*) [^;]*", r"font-size: \1", style)
+            parent.attrib["style"] = _without_family(style)
         for child in list(parent):
             if child.tag.rpartition("}")[2] in ("metadata", "style"):
                 parent.remove(child)
+
+
+def _without_family(style: str) -> str:
+    """Size and weight of a text stay, as measured; the family is the page's. Matplotlib up to 3.9 writes all in one."""
+    style = re.sub(r"font-family: [^;]*;? ?", "", style)
+    style = re.sub(r"font: (\d+) (\d[\d.]*px) [^;]*", r"font-weight: \1; font-size: \2", style)
+    return re.sub(r"font: (\d[\d.]*px) [^;]*", r"font-size: \1", style)
 
 
 def _isolate(root: ElementTree.Element, name: str) -> None:
