@@ -46,6 +46,13 @@ def test_it_ends_inside_the_budget_and_says_so(summary: dict) -> None:
     assert summary["ended"] in {"space exhausted", "nothing left is expected to be faster"}
 
 
+def test_its_page_is_that_of_the_study_at_its_end(study: tuple[Path, Finished], summary: dict) -> None:
+    page = (study[0] / "report.html").read_text()
+    assert "Ended: space exhausted" in page
+    assert all(row["label"] in page for row in summary["candidates"])
+    assert f"{summary['selected']['targets_per_second']:,.0f} targets/s" in page
+
+
 def test_the_baseline_is_measured_first_and_every_candidate_once(summary: dict, records: list[TrialRecord]) -> None:
     labels = [row["label"] for row in summary["candidates"]]
     assert records[0].candidate == summary["baseline"]["candidate"] == summary["eager"]["candidate"]
@@ -159,6 +166,7 @@ def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(built_root: Path, tin
     assert "next: python -m tinyllm_ray.train --config broken/selected.yaml" in rest
     assert "Traceback" not in rest
     assert "running" not in {row["state"] for row in summary["candidates"]}
+    assert "Ended: SIGINT" in (tiny / "broken" / "report.html").read_text()
     spent = summary["elapsed_seconds"]
     begin = time.monotonic()
     subprocess.run([*command, "--resume"], cwd=tiny, env=environment, check=True, stderr=subprocess.PIPE)

@@ -24,6 +24,7 @@ _EPILOG = """commands beside training, each with its own --help:
   python -m tinyllm_ray.train evaluate RUN     loss of a run's or checkpoint's weights on a split
   python -m tinyllm_ray.train export RUN       a Hugging Face folder of them
   python -m tinyllm_ray.train import FOLDER    a checkpoint of a Hugging Face folder
+  python -m tinyllm_ray.train report RUN       a page of a run's curves, throughput and start
 
 examples:
   python -m tinyllm_ray.train --config nano --out runs/first
@@ -43,7 +44,19 @@ exit status: 0 trained to the end, or to --stop-at; 1 a fault of the program; 2 
 a gradient went non-finite; 130 ended by SIGINT; 143 ended by SIGTERM, SIGUSR1 or SIGHUP
 """
 
-COMMANDS = {"evaluate": evaluate_command, "export": export_command, "import": import_command}
+
+def _report_command(arguments: list[str]) -> int:
+    from tinyllm_ray.tune.page.run import report_command
+
+    return report_command(arguments)
+
+
+COMMANDS = {
+    "evaluate": evaluate_command,
+    "export": export_command,
+    "import": import_command,
+    "report": _report_command,
+}
 
 
 def main(arguments: list[str] | None = None, age_seconds: float = 0.0) -> int:

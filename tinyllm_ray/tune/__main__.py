@@ -7,6 +7,7 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tinyllm_ray.allocation import seconds_within_allocation
@@ -14,9 +15,13 @@ from tinyllm_ray.clock import Deadline, parse_duration
 from tinyllm_ray.command import Parser, exit_status
 from tinyllm_ray.tune.budget import seconds_left
 from tinyllm_ray.tune.channel import STUDY_COMMAND
+from tinyllm_ray.tune.page.maker import bring_up_to_date
 from tinyllm_ray.tune.supervisor import process_age_seconds, supervise
 
-_EPILOG = """examples:
+_EPILOG = """commands beside studying, each with its own --help:
+  python -m tinyllm_ray.tune report OUT        a study's page again, CSV and Parquet; with two studies, their comparison
+
+examples:
   python -m tinyllm_ray.tune --budget 45m
       a GPU machine studies the 20m preset; a machine without one studies nano over a small space
   python -m tinyllm_ray.tune --budget 10m --preset 50m --space execution --out studies/50m
@@ -24,17 +29,32 @@ _EPILOG = """examples:
   python -m tinyllm_ray.tune --budget 45m --out studies/50m --resume
       go on with a study that was ended, within what is left of its budget
 
-OUT holds selected.yaml (the configuration to train with), summary.json, trials.jsonl (a record a line) and
-candidates/ (a configuration and a log each).
+OUT holds report.html (the study for people), selected.yaml (the configuration to train with), summary.json,
+trials.jsonl (a record a line) and candidates/ (a configuration and a log each).
 
 exit status: 0 a configuration was selected; 1 a fault of the program; 2 a mistake in the request; 3 nothing was
 measured that can be believed; 130 and 143 ended by SIGINT and SIGTERM
 """
 
 
+def _report(arguments: list[str]) -> int:
+    from tinyllm_ray.tune.page.command import report_command
+
+    return report_command(arguments)
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {"report": _report}
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    options = build_parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = build_parser()
+    if arguments and not arguments[0].startswith("-"):
+        if arguments[0] not in COMMANDS:
+            parser.error(f"there is no command {arguments[0]!r}, but {', '.join(COMMANDS)}")
+        return COMMANDS[arguments[0]](arguments[1:])
+    options = parser.parse_args(arguments)
     return exit_status(lambda: _supervise(options))
 
 
@@ -42,9 +62,13 @@ def _supervise(options: argparse.Namespace) -> int:
     budget = parse_duration(options.budget, "--budget")
     age = process_age_seconds()
     request = _request(options, budget, age)
-    left = seconds_left(budget, Path(str(request["out"])), options.resume) - age
+    out = Path(str(request["out"]))
+    left = seconds_left(budget, out, options.resume) - age
     deadline = Deadline.after(seconds_within_allocation(left, os.environ))
-    return supervise(STUDY_COMMAND, request=request, deadline=deadline).exit_status
+    outcome = supervise(STUDY_COMMAND, request=request, deadline=deadline)
+    if outcome.mirrored:  # the folder is this study's, and its file system answers
+        bring_up_to_date(out, deadline)
+    return outcome.exit_status
 
 
 def build_parser() -> Parser:

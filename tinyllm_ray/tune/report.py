@@ -6,6 +6,7 @@ Both files are rewritten after every trial, so that they stand whenever the end 
 import json
 import os
 import shlex
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from tinyllm_ray.search.study import Study
 from tinyllm_ray.tune.budget import SUMMARY
 from tinyllm_ray.tune.driver import StudyDriver
 from tinyllm_ray.tune.folder import SELECTED
+from tinyllm_ray.tune.page.maker import PAGE, PageMaker
 
 
 @dataclass
@@ -32,15 +34,24 @@ class Report:
     """Seconds of the budget that are used up."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Recipe, space, machine and cluster, for the summary."""
+    page: PageMaker | None = None
+    """Makes the page for people, in a process of its own."""
 
     def write(self, driver: StudyDriver) -> None:
-        """Rewrite both files. Raises OSError where they cannot be written."""
+        """Rewrite both files, and have the page made. Raises OSError where they cannot be written."""
         selection = driver.study.selection()
         if selection is not None:
             selected = self.config.with_execution(selection.record.execution)
             journal.write_atomically(self.out / SELECTED, selected.to_yaml().encode())
         summary = json.dumps(self._summary(driver), indent=2, allow_nan=False) + "\n"
         journal.write_atomically(self.out / SUMMARY, summary.encode())
+        if self.page is not None:
+            self.page.ask()
+
+    def finish_page(self) -> None:
+        """Have the last page made; takes 3 s at most, of what is kept free for the study's end."""
+        if self.page is not None:
+            self.page.finish()
 
     def _summary(self, driver: StudyDriver) -> dict[str, Any]:
         study, selection = driver.study, driver.study.selection()
@@ -50,6 +61,7 @@ class Report:
             **self.facts,
             "budget_seconds": self.budget_seconds,
             "elapsed_seconds": self.elapsed(),
+            "timestamp": time.time(),
             "budget_exhausted": driver.budget_exhausted,
             "ended": driver.end,
             "baseline": _figures(study.baseline().record, study),
@@ -91,6 +103,8 @@ def closing_lines(driver: StudyDriver, out: Path) -> list[str]:
     label = driver.row(best.candidate).label
     lines.append(f"selected {label}: {best.targets_per_second:,.0f} targets/s{_beside_baseline(driver.study)}")
     lines.append(f"verdict: {selection.reason}")
+    if (out / PAGE).exists():
+        lines.append(f"report: {out / PAGE}")
     selected, run = (shlex.quote(str(out / name)) for name in (SELECTED, "run"))
     lines.append(f"next: python -m tinyllm_ray.train --config {selected} --out {run}")
     return lines

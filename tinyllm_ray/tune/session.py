@@ -47,8 +47,9 @@ class Session:
             return self._status
 
     def settle(self) -> None:
-        """Write the report once more, with all seconds that were used."""
+        """Write the report once more, with all seconds that were used, and its page."""
         self._write_report()
+        self._report.finish_page()
 
     def _publish(self, record: TrialRecord) -> None:
         self._channel.send("record", record=record.model_dump(mode="json"))

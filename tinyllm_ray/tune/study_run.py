@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import os
 import shutil
 import tempfile
@@ -28,6 +29,7 @@ from tinyllm_ray.tune.driver import StudyDriver
 from tinyllm_ray.tune.folder import CANDIDATES, Definition, Earlier, begin_study, open_folder
 from tinyllm_ray.tune.live import say
 from tinyllm_ray.tune.mirror import private_folder
+from tinyllm_ray.tune.page.maker import PageMaker
 from tinyllm_ray.tune.report import Report
 from tinyllm_ray.tune.request import Asked, StudyRequest, check_request
 from tinyllm_ray.tune.session import Session
@@ -105,6 +107,7 @@ def _run_on_ray(
             budget_seconds=request.total_seconds,
             elapsed=lambda: spent + request.age_seconds + process_age_seconds(),
             facts={**_facts(definition, fitted, connection, cache), "alone_on_machine": alone},
+            page=PageMaker(out, functools.partial(say, console)),
         )
         work.session = Session(driver, report, work.channel, console)
         lost = _measure(driver, report, connection, cache)

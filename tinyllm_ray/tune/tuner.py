@@ -24,6 +24,7 @@ from tinyllm_ray.search.space import Space
 from tinyllm_ray.tune.budget import SUMMARY, seconds_left
 from tinyllm_ray.tune.channel import STUDY_COMMAND
 from tinyllm_ray.tune.folder import SELECTED, TRIALS
+from tinyllm_ray.tune.page.maker import bring_up_to_date
 from tinyllm_ray.tune.request import PLANNED_RUNS, StudyRequest, check_request
 from tinyllm_ray.tune.supervisor import supervise
 
@@ -78,7 +79,7 @@ class TuneResult:
         """A row a trial: candidate, fate, reason, execution settings, throughput, seconds and peak memory."""
         import pandas
 
-        return pandas.DataFrame([_flat(record) for record in self.records])
+        return pandas.DataFrame([flat_record(record) for record in self.records])
 
     def _record(self, figures: dict[str, Any] | None) -> TrialRecord | None:
         """The last record of a candidate, which is the one that counts after a resumption."""
@@ -155,6 +156,8 @@ class Tuner:
         deadline = Deadline.after(seconds_left(request.total_seconds, Path(request.out), request.resume))
         values = self.request.model_dump(mode="json", exclude={"budget_seconds"})
         outcome = supervise(STUDY_COMMAND, request=values, deadline=deadline)
+        if outcome.mirrored:  # the folder is this study's, and its file system answers
+            bring_up_to_date(Path(request.out), deadline)
         if outcome.exit_status == EXIT_DONE and outcome.mirrored:
             return TuneResult.read(self.request.out)
         if outcome.exit_status == EXIT_DONE:  # reading it might hang, too
@@ -169,7 +172,8 @@ class Tuner:
         raise TinyllmRayError(message)
 
 
-def _flat(record: TrialRecord) -> dict[str, Any]:
+def flat_record(record: TrialRecord) -> dict[str, Any]:
+    """A record as one row of a table."""
     return {
         "candidate": record.candidate,
         "fate": record.fate.value,

@@ -1,0 +1,211 @@
+"""What a study's page says: records and a summary in, facts out; nothing is drawn."""
+
+import dataclasses
+import itertools
+
+import pytest
+from page_studies import BEGAN, GPUS, eventful_study, h200_first_study, record, summary_of
+
+from tinyllm_ray.records import Fate, KernelTime, Seconds
+from tinyllm_ray.tune.page import findings, text
+from tinyllm_ray.tune.page.spending import IDLE, spending
+from tinyllm_ray.tune.page.study import page_data
+
+
+def test_the_recorded_study_is_told_with_its_own_figures() -> None:
+    records, summary = h200_first_study()
+    page = page_data(records, summary)
+    assert page.selected is not None
+    assert page.selected.role == "selected"
+    assert page.selected.targets_per_second == pytest.approx(1_893_538, abs=1)
+    assert page.speedup == findings.Speedup(pytest.approx(1_893_538 / 1_886_480, rel=1e-6))
+    assert [factor.name for factor in page.factors] == [
+        "micro_batch_size",
+        "update",
+        "compile_mode",
+        "sdpa_backend",
+        "cpu_threads",
+    ]
+    micro_batches = page.factors[0]
+    assert [value for value, _, _ in micro_batches.values] == ["32", "16", "8"]
+    assert micro_batches.values[0][1][0].candidate == "c17-mb32-compiled-default-cudnn-t1"
+    assert len(page.candidates) == 10
+
+
+def test_every_second_of_the_budget_is_accounted_for_on_every_device() -> None:
+    for records, summary in (h200_first_study(), eventful_study()):
+        spent = spending(records, summary)
+        for sums in spent.sums.values():
+            assert sum(sums.values()) == pytest.approx(summary["elapsed_seconds"])
+        for device in spent.sums:
+            lane = sorted((one.began, one.began + one.seconds) for one in spent.slices if one.device == device)
+            assert lane[0][0] >= 0
+            assert lane[-1][1] <= summary["elapsed_seconds"] + 1e-6
+            assert all(end <= begin + 1e-6 for (_, end), (begin, _) in itertools.pairwise(lane))
+
+
+def test_a_stage_lies_where_the_windows_times_put_it() -> None:
+    seconds = Seconds(start=1.0, compile=2.0, warmup=0.5, windows=3.0, proof=1.5, total=10.0)
+    one = record("c01", 1000.0, BEGAN, seconds=seconds)
+    spent = spending([one], {"elapsed_seconds": 15.0, "timestamp": BEGAN + 12.0})
+    slices = [(slice.stage, round(slice.began, 6), slice.seconds) for slice in spent.slices]
+    # `record` puts 1.0 s before the start; 3 s went by before the request, 1 s is left after the proof.
+    assert slices == [
+        ("process", 3.0, 1.0),
+        ("start", 4.0, 1.0),
+        ("compile", 5.0, 2.0),
+        ("warmup", 7.0, 0.5),
+        ("windows", 7.5, 3.0),
+        ("proof", 10.5, 1.5),
+        ("process", 12.0, 1.0),
+    ]
+    assert spent.sums["NVIDIA H200 on node0 (0e00)"][IDLE] == pytest.approx(5.0)
+
+
+def test_the_days_between_two_sessions_are_not_in_the_budget() -> None:
+    day = 86_400.0
+    records = [record("c01", 1000.0, BEGAN), record("c02", 1100.0, BEGAN + 14), record("c03", 1200.0, BEGAN + day)]
+    spent = spending(records, {"elapsed_seconds": 60.0, "timestamp": BEGAN + day + 15})
+    begins = {one.candidate: one.began for one in reversed(spent.slices)}
+    ends = max(one.began + one.seconds for one in spent.slices)
+    assert begins["c02"] - begins["c01"] == pytest.approx(14.0)
+    assert begins["c03"] < 60
+    assert ends <= 60
+
+
+def test_a_verification_gives_the_speed_up_and_its_interval() -> None:
+    records, summary = eventful_study()
+    page = page_data(records, summary)
+    assert page.speedup is not None
+    assert page.speedup.pairs == 4
+    assert page.speedup.low is not None
+    assert page.speedup.high is not None
+    assert page.speedup.low < 1.198 < page.speedup.high
+    assert page.speedup.ratio == pytest.approx(1.198, abs=0.002)
+    assert [number for number, _ in page.rounds] == [0, 1, 2, 3]
+    # Processes of the verification are no candidates.
+    assert len(page.candidates) == 24
+
+
+def test_the_studys_own_speed_up_comes_before_one_worked_out_here() -> None:
+    records, summary = eventful_study()
+    summary["speedup"] = {"ratio": 1.3, "low": 1.2, "high": 1.4, "pairs": 5}
+    assert page_data(records, summary).speedup == findings.Speedup(1.3, 1.2, 1.4, 5)
+
+
+def test_a_study_is_paid_back_when_its_device_time_is_saved() -> None:
+    base, best = record("c01", 1000.0, BEGAN), record("c02", 1250.0, BEGAN)
+    # A token takes 1 ms and 0.8 ms: 2 x 100 s are saved after a million tokens, which take 800 s.
+    paid = findings.payback(100.0, 2, base, best, 1.25)
+    assert paid.targets == pytest.approx(1e6)
+    assert paid.training_seconds == pytest.approx(800.0)
+    assert findings.payback(100.0, 2, base, best, 0.99).targets is None
+    assert findings.payback(100.0, 2, None, best, None).targets is None
+
+
+def test_a_speed_up_whose_interval_holds_1_pays_nothing_back() -> None:
+    records, summary = eventful_study()
+    for low, paid in ((0.999, False), (1.001, True)):
+        page = page_data(records, summary | {"speedup": {"ratio": 1.01, "low": low, "high": 1.02, "pairs": 3}})
+        assert (page.payback.targets is not None) == paid
+
+
+def test_a_short_training_is_won_by_what_starts_soon() -> None:
+    slow_start = record("c01", 2e6, BEGAN, seconds=Seconds(start=1.0, compile=60.0, total=80.0))
+    quick_start = record("c02", 1e6, BEGAN, seconds=Seconds(start=1.0, compile=1.0, total=20.0))
+    found = findings.winners([slow_start, quick_start], slow_start)
+    assert [one.candidate for one in found] == ["c02", "c02", "c01", "c01"]
+    assert found[0].seconds == pytest.approx(12.0)
+    assert found[0].baseline_seconds == pytest.approx(66.0)
+
+
+def test_a_value_that_only_failed_is_told_by_its_fates() -> None:
+    records = [
+        record("c01", 1000.0, BEGAN, execution={"micro_batch_size": 8}),
+        record("c02", None, BEGAN, execution={"micro_batch_size": 64}, fate=Fate.OUT_OF_MEMORY, reason="x"),
+    ]
+    (factor,) = findings.factors(records)
+    assert factor.values[1] == ("64", (), "out of memory")
+
+
+def test_kernels_are_added_up_by_category() -> None:
+    kernels = [
+        KernelTime(name=name, category=category, milliseconds=1.5, launches=1)
+        for name, category in (("a", "matmul"), ("b", "matmul"), ("c", "norm"))
+    ]
+    base = record("c01", 1000.0, BEGAN)
+    best = base.model_copy(update={"kernels": kernels})
+    assert findings.kernel_times(base, best) == (findings.Pair("matmul", None, 3.0), findings.Pair("norm", None, 1.5))
+
+
+def test_devices_are_compared_by_their_controls_alone() -> None:
+    records, summary = eventful_study()
+    devices = page_data(records, summary).devices
+    assert [(one.slow, round(one.ratio, 3)) for one in devices] == [(False, 1.0), (False, 0.993), (True, 0.951)]
+    assert GPUS[2].host in devices[2].device
+    assert page_data(*h200_first_study()).devices == ()
+
+
+def test_the_last_record_of_a_candidate_counts_and_records_may_be_ahead_of_the_summary() -> None:
+    records, summary = h200_first_study()
+    summary["candidates"] = summary["candidates"][:1]
+    again = records[0].model_copy(update={"targets_per_second": 5.0})
+    page = page_data([*records, again], summary)
+    assert len(page.candidates) == 10
+    assert page.candidates[0].targets_per_second == 5.0
+
+
+def test_a_study_that_was_cut_at_once_has_a_page_without_a_verdict() -> None:
+    for records in ([], [record("c01", 1000.0, BEGAN)]):
+        page = page_data(records, {})
+        assert page.selected is None
+        assert page.ended is None
+        assert page.speedup is None
+        assert len(page.candidates) == len(records)
+
+
+def test_the_baseline_may_be_selected_itself() -> None:
+    records = [record("c01", 1000.0, BEGAN, execution={"update": "eager"})]
+    page = page_data(records, summary_of(records, "c01", 20.0, 60.0))
+    assert page.selected is not None
+    assert page.selected.role == "selected, baseline, eager"
+    assert page.payback.targets is None
+
+
+def test_evidence_names_what_is_known_and_nothing_else() -> None:
+    records, summary = eventful_study()
+    by_name = {one.name: dict(one.evidence) for one in page_data(records, summary).candidates}
+    assert by_name["c00"]["attention"] == "flash (asked for: auto)"
+    assert by_name["c00"]["parity with float32"] == "loss 1.0e-06, gradients 2.0e-03"
+    assert by_name["c00"]["memory"] == "8.00 GiB"
+    assert "windows" not in by_name["c03"]
+    bare = dataclasses.replace(page_data(*h200_first_study()).candidates[0])
+    assert "attention" not in dict(bare.evidence)
+
+
+@pytest.mark.parametrize(
+    ("form", "value", "shown"),
+    [
+        (text.rate, 1_886_479.9, "1.89 M"),
+        (text.rate, 812_410.4, "812 k"),
+        (text.rate, 999_999.0, "1 M"),
+        (text.rate, 4_424.0, "4,424"),
+        (text.rate, None, "—"),
+        (text.seconds, 0.0, "0 s"),
+        (text.seconds, 9.5e-5, "<0.01 s"),
+        (text.seconds, 9.96, "10 s"),
+        (text.seconds, 270.0, "4.5 min"),
+        (text.seconds, 200_000.0, "2.31 days"),
+        (text.ratio, 1.3449, "1.34\N{MULTIPLICATION SIGN}"),
+        (text.ratio, None, "—"),
+        (text.tokens, 10**10, "10 B"),
+        (text.tokens, 617_950.0, "618 k"),
+    ],
+)
+def test_figures_are_shown_in_digits_that_count(form, value, shown) -> None:
+    assert form(value) == shown
+
+
+def test_text_that_no_file_can_hold_is_made_printable() -> None:
+    assert text.printable("a\x00\nb\ud800c\uffff") == "a��b�c�"
+    assert text.printable("x" * 300, 10) == "x" * 9 + "…"

@@ -1,0 +1,49 @@
+"""A study's records as a table for other programs: CSV and Parquet, a row a trial."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.csv
+import pyarrow.parquet
+
+from tinyllm_ray.errors import ConfigError
+from tinyllm_ray.records import TrialRecord
+from tinyllm_ray.tune.tuner import flat_record
+
+
+def write_csv(records: Iterable[TrialRecord], path: Path) -> None:
+    """Raises ConfigError where the file cannot be written."""
+    _write(records, path, pyarrow.csv.write_csv, "--csv")
+
+
+def write_parquet(records: Iterable[TrialRecord], path: Path) -> None:
+    """Raises ConfigError where the file cannot be written."""
+    _write(records, path, pyarrow.parquet.write_table, "--parquet")
+
+
+def table(records: Iterable[TrialRecord]) -> Any:
+    """A pyarrow Table: the columns of `TuneResult.to_pandas` and what tells trials of one candidate apart."""
+    rows = [
+        {"study": one.study, "purpose": one.purpose, "round": one.round, "timestamp": one.timestamp, **flat_record(one)}
+        for one in records
+    ]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return pyarrow.table({name: _column([row.get(name) for row in rows]) for name in names})
+
+
+def _column(values: list[Any]) -> Any:
+    """Values of several types, like a thread count that is a word in another study, become texts."""
+    try:
+        return pyarrow.array(values)
+    except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
+        return pyarrow.array([None if value is None else str(value) for value in values])
+
+
+def _write(records: Iterable[TrialRecord], path: Path, write: Any, option: str) -> None:
+    try:
+        write(table(records), str(path))
+    except OSError as error:
+        why = "the folder does not exist" if not path.parent.is_dir() else error.strerror or "it cannot be written"
+        raise ConfigError(f"{option} {path}: {why}; name a file in a folder that can be written") from None

@@ -1,0 +1,102 @@
+"""Makes the report page of a study and writes it: `OUT/report.html`, one file that needs no other."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from tinyllm_ray import journal
+from tinyllm_ray.errors import ConfigError, TinyllmRayError
+from tinyllm_ray.records import TrialRecord, read_records
+from tinyllm_ray.tune.budget import SUMMARY
+from tinyllm_ray.tune.folder import DEFINITION, TRIALS
+from tinyllm_ray.tune.page import charts, text
+from tinyllm_ray.tune.page.study import StudyPage, page_data
+from tinyllm_ray.tune.page.svg import drawing_settings
+
+REPORT: Final = "report.html"
+
+_STAGES: Final = {
+    "process": "process",
+    "start": "start",
+    "compile": "first update",
+    "warmup": "warm-up",
+    "windows": "timed windows",
+    "proof": "proof",
+    "idle": "no trial",
+}
+
+
+def write_page(out: Path) -> Path:
+    """Make OUT/report.html again from the records; returns its path.
+
+    Raises ConfigError where `out` holds no study, TinyllmRayError where its records are damaged, OSError.
+    """
+    records, summary = read_study(out)
+    path = out / REPORT
+    journal.write_atomically(path, study_page(page_data(records, summary)).encode(errors="replace"))
+    return path
+
+
+def read_study(out: Path) -> tuple[list[TrialRecord], dict[str, Any]]:
+    """Records and summary, which is empty where a study was cut before its first. Raises as `write_page` does."""
+    if not any((out / name).is_file() for name in (DEFINITION, TRIALS, SUMMARY)):
+        raise ConfigError(f"{out}: there is no study here (neither {DEFINITION} nor {TRIALS} nor {SUMMARY})")
+    try:
+        summary = json.loads((out / SUMMARY).read_text())
+    except FileNotFoundError:
+        summary = {}
+    except ValueError as error:
+        raise TinyllmRayError(f"{out / SUMMARY} is damaged: {error}") from None
+    if not isinstance(summary, dict):
+        raise TinyllmRayError(f"{out / SUMMARY} is damaged: it holds no JSON object")
+    try:
+        return read_records(out / TRIALS), summary
+    except ValueError as error:
+        raise TinyllmRayError(f"{out / TRIALS}: {str(error).splitlines()[0]}") from None
+
+
+def study_page(page: StudyPage) -> str:
+    """The page as HTML."""
+    with drawing_settings():
+        pictures = {
+            "time": charts.time_line(page.spending, page.labels),
+            "factors": charts.factor_chart(page),
+            "kernels": charts.kernel_chart(page.kernel_times),
+            "memory": charts.memory_chart(page),
+            "devices": charts.device_chart(page.devices),
+        }
+    heading = f"Study: {text.printable(page.title)}"
+    return render("study.html", heading=heading, page=page, charts=pictures, stages=_STAGES, refresh=page.ended is None)
+
+
+def render(template: str, **values: Any) -> str:
+    """A template filled in; everything that is not marked as safe is escaped."""
+    return _environment().get_template(template).render({"refresh": False, **values})
+
+
+def _environment() -> Environment:
+    # What is misspelled raises here, in a test, and is not silently left out of the page.
+    environment = Environment(
+        loader=PackageLoader("tinyllm_ray.tune.page"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= _filters()
+    return environment
+
+
+def _filters() -> Mapping[str, Any]:
+    return {
+        "rate": text.rate,
+        "tokens": text.tokens,
+        "seconds": text.seconds,
+        "ratio": text.ratio,
+        "gibibytes": text.gibibytes,
+        "percent": text.percent,
+        "printable": text.printable,
+    }
