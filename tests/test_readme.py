@@ -11,6 +11,8 @@ import tinyllm_ray.data.__main__ as data_command
 import tinyllm_ray.train.__main__ as train_command
 import tinyllm_ray.train.convert as convert
 import tinyllm_ray.tune.__main__ as tune_command
+import tinyllm_ray.tune.page.command as page_command
+import tinyllm_ray.tune.page.run as run
 from tinyllm_ray.config import load, preset_names
 from tinyllm_ray.data.prepare import CACHE_VARIABLE
 from tinyllm_ray.train.evaluate_command import evaluate_parser
@@ -24,10 +26,14 @@ PARSERS = {
     "tinyllm_ray.train": train_command.build_parser,
     "tinyllm_ray.tune": tune_command.build_parser,
 }
-TRAIN_COMMANDS = {
-    "evaluate": evaluate_parser,
-    "export": convert.export_parser,
-    "import": convert.import_parser,
+COMMANDS = {
+    "tinyllm_ray.train": {
+        "evaluate": evaluate_parser,
+        "export": convert.export_parser,
+        "import": convert.import_parser,
+        "report": run.report_parser,
+    },
+    "tinyllm_ray.tune": {"report": page_command.report_parser},
 }
 
 
@@ -48,15 +54,17 @@ def test_it_shows_every_command() -> None:
 
 @pytest.mark.parametrize(("module", "arguments"), commands())
 def test_a_command_parses(module: str, arguments: list[str]) -> None:
-    if module == "tinyllm_ray.train" and arguments[0] in TRAIN_COMMANDS:
-        TRAIN_COMMANDS[arguments[0]]().parse_args(arguments[1:])
+    own = COMMANDS.get(module, {})
+    if arguments[0] in own:
+        own[arguments[0]]().parse_args(arguments[1:])
     else:
         PARSERS[module]().parse_args(arguments)
 
 
-def test_it_shows_every_command_beside_training() -> None:
-    assert set(TRAIN_COMMANDS) == set(train_command.COMMANDS)
-    assert all(f"tinyllm_ray.train {name} " in README for name in TRAIN_COMMANDS)
+def test_it_shows_every_command_beside_training_and_tuning() -> None:
+    assert set(COMMANDS["tinyllm_ray.train"]) == set(train_command.COMMANDS)
+    assert set(COMMANDS["tinyllm_ray.tune"]) == set(tune_command.COMMANDS)
+    assert all(f"{module} {name} " in README for module, names in COMMANDS.items() for name in names)
 
 
 def test_the_first_screen_has_one_command_to_run_and_one_to_test() -> None:

@@ -21,8 +21,8 @@ exit status: 0 done; 1 damaged records, or a fault of the program; 2 a mistake i
 """
 
 
-def report_command(arguments: list[str]) -> int:
-    """Run `report` with the arguments after its name; returns the exit status."""
+def report_parser() -> Parser:
+    """The command line of `tune report`."""
     parser = Parser(
         "python -m tinyllm_ray.tune report", "A study's page and tables, or the comparison of two studies.", _EPILOG
     )
@@ -30,6 +30,12 @@ def report_command(arguments: list[str]) -> int:
     parser.add_argument("other", metavar="OTHER", type=Path, nargs="?", help="folder of a study to compare it with")
     parser.add_argument("--csv", metavar="FILE", type=Path, help="write the records as CSV")
     parser.add_argument("--parquet", metavar="FILE", type=Path, help="write the records as Parquet")
+    return parser
+
+
+def report_command(arguments: list[str]) -> int:
+    """Run `report` with the arguments after its name; returns the exit status."""
+    parser = report_parser()
     options = parser.parse_args(arguments)
     if options.other is not None:
         if options.csv or options.parquet:

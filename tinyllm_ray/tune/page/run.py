@@ -31,11 +31,16 @@ _FIGURES: Final = (
 """Of result.json, None where a run has not come to them."""
 
 
-def report_command(arguments: list[str]) -> int:
-    """Run `report` with the arguments after its name; returns the exit status."""
+def report_parser() -> Parser:
+    """The command line of `train report`."""
     parser = Parser("python -m tinyllm_ray.train report", "A run's page, from what it recorded.", _EPILOG)
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def report_command(arguments: list[str]) -> int:
+    """Run `report` with the arguments after its name; returns the exit status."""
+    options = report_parser().parse_args(arguments)
     return exit_status(lambda: _report(options.run))
 
 
