@@ -43,12 +43,12 @@ def test_it_ends_inside_the_budget_and_says_so(summary: dict) -> None:
     assert summary["budget_seconds"] == BUDGET_SECONDS
     assert 0 < summary["elapsed_seconds"] < BUDGET_SECONDS
     assert summary["budget_exhausted"] is False
-    assert summary["ended"] in {"space exhausted", "nothing left is expected to be faster"}
+    assert summary["ended"].startswith(("space exhausted", "nothing left is expected to save more"))
 
 
 def test_its_page_is_that_of_the_study_at_its_end(study: tuple[Path, Finished], summary: dict) -> None:
     page = (study[0] / "report.html").read_text()
-    assert "Ended: space exhausted" in page
+    assert f"Ended: {summary['ended']}" in page
     assert all(row["label"] in page for row in summary["candidates"])
     assert f"{summary['selected']['targets_per_second']:,.0f} targets/s" in page
 
@@ -57,7 +57,8 @@ def test_the_baseline_is_measured_first_and_every_candidate_once(summary: dict, 
     labels = [row["label"] for row in summary["candidates"]]
     assert records[0].candidate == summary["baseline"]["candidate"] == summary["eager"]["candidate"]
     assert "mb8 eager auto t1" in labels
-    assert set(labels) <= {"mb4 eager auto t1", "mb4 eager math t1", "mb8 eager auto t1", "mb8 eager math t1"}
+    searched = {label.removesuffix(" again") for label in labels}
+    assert searched <= {"mb4 eager auto t1", "mb4 eager math t1", "mb8 eager auto t1", "mb8 eager math t1"}
     measured = [record.candidate for record in records]
     assert len(set(measured)) == len(measured)
     assert sorted(measured) == sorted(
@@ -71,8 +72,8 @@ def test_a_record_holds_what_was_seen(records: list[TrialRecord], summary: dict)
         assert record.study == summary["study"]
         assert record.recipe_identity == summary["recipe_identity"]
         assert record.cache_identity == summary["cache_identity"] is not None
-        assert [window.updates for window in record.windows] == [2, 2]
-        assert all(window.targets == 1024 for window in record.windows)
+        assert record.purpose == "verification" or [window.updates for window in record.windows] == [2, 2]
+        assert all(window.targets == 512 * window.updates for window in record.windows)
         assert all(window.loss is not None and 9 < window.loss < 11 for window in record.windows)
         assert record.first_update_seconds is not None
         assert record.seconds.total is not None
@@ -129,7 +130,7 @@ def test_a_resumption_with_another_recipe_is_refused(
 ) -> None:
     arguments = ("--config", tiny / "recipe.yaml", "--space", tiny / "space.yaml", "--out", study[0], "--resume")
     changed = ("--set", "optimizer.weight_decay=0.3")
-    done = run_module("tinyllm_ray.tune", "--budget", "90s", *arguments, *changed, cwd=tiny)
+    done = run_module("tinyllm_ray.tune", "--budget", "200s", *arguments, *changed, cwd=tiny)
     assert done.status == 2, done.output
     assert "optimizer.weight_decay is 0.3, was 0.1" in done.output
 
@@ -175,7 +176,7 @@ def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(built_root: Path, tin
     assert candidates[: len(kept)] == kept
     assert len(set(candidates)) == len(candidates)
     after = json.loads((tiny / "broken" / "summary.json").read_text())
-    assert after["ended"] in {"space exhausted", "nothing left is expected to be faster"}
+    assert after["ended"].startswith(("space exhausted", "nothing left is expected to save more"))
     assert after["study"] == summary["study"]
     assert spent + 0.5 * wall < after["elapsed_seconds"] <= spent + wall
 

@@ -54,7 +54,8 @@ class PairedVerifier:
         at_stake = self.objective.targets / measured if counted and measured else math.inf
         # What ties with the choice by the search's figures differs from it by about the spread of processes.
         costs = LEAST_PAIRS * predict(selection.record.execution, self.protocol)
-        most = MOST_FINALISTS if spread.value * at_stake > costs else 1
+        fewest = 0 if selection.record.execution_identity == name else 1
+        most = MOST_FINALISTS if spread.value * at_stake > costs else fewest
         close = choose_finalists(cost.records, name, spread)
         finalists = list(dict.fromkeys([selection.record.execution_identity, *close]))
         finalists = [finalist for finalist in finalists if finalist != name][:most]

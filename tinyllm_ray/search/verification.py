@@ -30,6 +30,10 @@ MOST_FAILURES = 2
 """A process that fails is tried once more: what ran in the search may be lost to a node, but not twice."""
 
 
+WORTH_SHARE = 0.05
+"""Of all planned trainings: what longer windows, or a minute under load, may cost. Small recipes are soon trained."""
+
+
 @dataclass(frozen=True)
 class Run:
     """The process to start next; nothing else runs on its device meanwhile."""
@@ -81,6 +85,8 @@ class Verification:
         self._protocol = protocol or Protocol()
         self.spread = spread
         self._at_stake_seconds = at_stake_seconds
+        self._worth_seconds = WORTH_SHARE * at_stake_seconds
+        self._spent_seconds = 0.0
         self.withdrawn: dict[str, str] = {}
         """Finalists that are out, by execution identity, and why."""
         self._failures: dict[str, int] = {}
@@ -119,6 +125,7 @@ class Verification:
         run = self._running
         assert run is not None, f"{record.candidate} was told but is not running"
         self._running = None
+        self._spent_seconds += record.seconds.total or 0.0
         name, device = run.candidate.execution_identity, device_name(record)
         problem = None
         if record.fate != Fate.COMPLETE or rate(record) is None:
@@ -173,9 +180,10 @@ class Verification:
         selected, open_ones = found.selected.execution_identity, found.open_comparisons
         if selected != self.baseline and self.sustained_rate(selected) is None:
             members, protocol = [self.baseline, selected], self._under_load(SUSTAINED_SECONDS)
-            if self._round_seconds(members, protocol) <= remaining:
+            load = self._round_seconds(members, protocol)
+            if load <= min(remaining, self._worth_seconds):
                 return self._round(members, protocol)
-            if not open_ones:
+            if not open_ones and load > remaining:
                 return Done("budget: no time for the winner and the baseline under a minute's load", True)
         if not open_ones:
             return Done("every comparison is decided")
@@ -240,9 +248,11 @@ class Verification:
     def _fitting(self, members: list[str], rounds: int, remaining: float) -> Protocol | None:
         """The protocol by which so many rounds fit the time; None where even the shortest does not.
 
-        That is the study's own; where some member's windows leave a larger error than processes do, as many more as
-        they need or the time allows.
+        That is the study's own; where some member's windows leave a larger error than processes do, longer ones, as
+        they need, as the time allows and as what is at stake is worth.
         """
+        own = self._round_seconds(members, self._protocol) * rounds
+        remaining = min(remaining, max(self._worth_seconds - self._spent_seconds, own))
         updates = self._protocol.windows * self._protocol.updates_per_window
         shortest = max(updates * (self._known[name].seconds_per_update or 0.0) for name in members)
         wanted = min(max(self._window_seconds(name) for name in members), SUSTAINED_SECONDS - 1)
@@ -254,7 +264,7 @@ class Verification:
             if excess <= 0:
                 return protocol
             wanted -= excess / rounds / len(members)
-        return self._protocol if self._round_seconds(members, self._protocol) * rounds <= remaining else None
+        return self._protocol if own <= remaining else None
 
     def _window_seconds(self, name: str) -> float:
         """Seconds of windows after which their error is a part of the spread between processes; 0 if it always is."""

@@ -65,8 +65,8 @@ def conclude(evidence: Evidence) -> Verified | None:
     top = order[0]
     beside = {name: judge(found, spread, comparisons) for name in order[1:] if (found := evidence.pairs(top, name))}
     tied = [name for name in order if name not in beside or beside[name].outcome != "faster"]
-    # On a noisy device a tie is wide; nothing that is shown to be slower than the baseline is taken.
-    worthy = [name for name in tied if name == baseline or verdicts[name].outcome != "slower"]
+    # On a noisy device a tie is wide; nothing that is likely to be slower than the baseline is taken for its start.
+    worthy = [name for name in tied if name == baseline or verdicts[name].high >= 1]
     chosen, _, _ = break_tie([evidence.members[name] for name in worthy], evidence.records, baseline)
     selected = chosen.execution_identity
     ties = tuple(evidence.members[name] for name in tied if name != selected)
