@@ -72,9 +72,10 @@ def test_a_record_holds_what_was_seen(records: list[TrialRecord], summary: dict)
         assert record.study == summary["study"]
         assert record.recipe_identity == summary["recipe_identity"]
         assert record.cache_identity == summary["cache_identity"] is not None
-        assert record.purpose == "verification" or [window.updates for window in record.windows] == [2, 2]
         assert all(window.targets == 512 * window.updates for window in record.windows)
-        assert all(window.loss is not None and 9 < window.loss < 11 for window in record.windows)
+        if record.purpose == "search":  # verification's windows are as long as the noise asks for
+            assert [window.updates for window in record.windows] == [2, 2]
+            assert all(window.loss is not None and 9 < window.loss < 11 for window in record.windows)
         assert record.first_update_seconds is not None
         assert record.seconds.total is not None
         assert record.seconds.total > (record.seconds.start or 0) + record.first_update_seconds
@@ -82,8 +83,8 @@ def test_a_record_holds_what_was_seen(records: list[TrialRecord], summary: dict)
         assert record.environment["versions"]["torch"]
         assert record.memory.used_bytes
     # Candidates share seed and data order, so they learn the same whatever their execution.
-    first_losses = [record.windows[0].loss for record in records]
-    assert first_losses == pytest.approx([first_losses[0]] * len(records), rel=1e-5)
+    first_losses = [record.windows[0].loss for record in records if record.purpose == "search"]
+    assert first_losses == pytest.approx([first_losses[0]] * len(first_losses), rel=1e-5)
 
 
 def test_a_candidates_configuration_is_the_recipe_under_its_execution(
