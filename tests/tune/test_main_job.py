@@ -22,7 +22,7 @@ BUDGET_SECONDS = 120
 @pytest.fixture(scope="module")
 def study(run_module: RunModule, tiny: Path) -> tuple[Path, Finished]:
     """A finished study's folder, and what its command said."""
-    arguments = ("--config", tiny / "recipe.yaml", "--space", tiny / "space.yaml", "--out", "study")
+    arguments = ("--config", tiny / "recipe.yaml", "--space", tiny / "space.yaml", "--runs", "40", "--out", "study")
     done = run_module("tinyllm_ray.tune", "--budget", f"{BUDGET_SECONDS}s", *arguments, cwd=tiny)
     return tiny / "study", done
 
@@ -149,7 +149,7 @@ def test_a_resumption_without_budget_left_is_refused_at_once(
 
 def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(built_root: Path, tiny: Path) -> None:
     command = [sys.executable, "-m", "tinyllm_ray.tune", "--budget", "150s", "--out", "broken"]
-    command += ["--config", "recipe.yaml", "--space", "space.yaml"]
+    command += ["--config", "recipe.yaml", "--space", "space.yaml", "--runs", "40"]
     environment = os.environ | {CACHE_VARIABLE: str(built_root)}
     records_file = tiny / "broken" / "trials.jsonl"
     first = subprocess.Popen(command, cwd=tiny, env=environment, stderr=subprocess.PIPE, text=True)
@@ -234,6 +234,7 @@ def test_a_mistake_is_one_line_and_status_2(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_a_relative_cache_serves_from_anywhere(
     run_module: RunModule, make_cache: MakeCache, tiny: Path, tmp_path: Path
 ) -> None:
