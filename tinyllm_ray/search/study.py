@@ -1,8 +1,8 @@
 """The study: says which candidate to measure next (ask), takes its record (tell), and knows the verdict.
 
 The baseline first, the eager row as a cheap control, then what is expected to save most per second of measuring, while
-that pays; last, where a verifier is given, finalists and baseline again. Pure: without a clock, it starts nothing, and
-the same records and seconds left give the same answers, so that a broken study goes on.
+that pays; last, where a verifier is given, finalists and baseline again. Pure: the same records and seconds left give
+the same answers, so that a broken study goes on.
 """
 
 import math
@@ -67,7 +67,7 @@ class Study:
         self._results: dict[str, TrialRecord] = {}
         self.measured_again: list[TrialRecord] = []
         """Verification's records, oldest first; the search learns nothing from them, so it stays over once it is."""
-        self.verification: Verification | None = None  # the one that has begun
+        self.verification: Verification | None = None  # that has begun
         self._running: dict[str, Trial] = {}
         self._unaffordable: dict[str, tuple[dict[str, Any], Prediction]] = {}
         """By identity, at the last ask."""
