@@ -125,9 +125,8 @@ class Study:
         """The search's."""
         if self._selected is None:
             outlook = Outlook(self.space, self.objective, self._cost, self._priors)
-            results = self._results.values()
-            expected = outlook.expected_rate
-            self._selected = (select(results, self._baseline, self.objective, self._cost.starts, expected),)
+            known, starts = self._results.values(), self._cost.starts
+            self._selected = (select(known, self._baseline, self.objective, starts, outlook.expected_rate),)
         return self._selected[0]
 
     def winners(self) -> list[Winner]:
