@@ -243,7 +243,9 @@ def test_a_signal_ends_it_and_the_same_command_goes_on(tmp_path, child_environme
     rows = "".join(json.dumps({"text": text_of(place)}) + "\n" for place in range(600))
     source.write_text(rows * 50)
     with start(command, child_environment, start_new_session=True) as child:
-        while not list((tmp_path / "cache").glob("train-*.bin")):
+        while not recorded(tmp_path / "cache", ("train", "validation"))[
+            "train"
+        ].shards:  # a file is there before its record
             assert child.poll() is None, child.stdout.read()
             time.sleep(0.02)
         if how == ["--ray"]:
