@@ -549,6 +549,29 @@ def test_the_second_signal_kills_at_once(supervising: Callable[..., Supervising]
     assert running(tag) == []
 
 
+def test_a_signal_while_the_child_starts_waits_for_its_handlers(tmp_path: Path) -> None:
+    """Ctrl-C just after the command has begun: Python's own handler would end the child with a traceback."""
+    code = f"""
+import os, signal, sys, time
+sys.path.insert(0, {ROOT!r})
+from tinyllm_ray.tune.channel import attach
+open({str(tmp_path / "starting")!r}, "w").close()
+while not os.path.exists({str(tmp_path / "sent")!r}):
+    time.sleep(0.01)
+signal.signal(signal.SIGINT, lambda number, frame: sys.exit(7))
+attach()
+sys.exit(8)
+"""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    child, lines = supervisor._start_child([sys.executable, "-c", code], {}, Deadline.after(60), "starting")
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+    assert wait_until((tmp_path / "starting").exists)
+    child.send_signal(signal.SIGINT)
+    (tmp_path / "sent").touch()
+    assert child.wait() == 7
+    lines.close()
+
+
 def test_a_child_deaf_to_the_signal_is_killed(supervising: Callable[..., Supervising], tag: str) -> None:
     one = supervising("signal.signal(signal.SIGINT, signal.SIG_IGN)\nready()\ntime.sleep(600)", grace_seconds=0.5)
     one.signal(signal.SIGINT)

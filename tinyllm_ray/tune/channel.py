@@ -15,6 +15,7 @@ Standard library only: the supervisor imports this module.
 import json
 import os
 import select
+import signal
 import sys
 import threading
 import time
@@ -25,6 +26,9 @@ STUDY_COMMAND = (sys.executable, "-m", "tinyllm_ray.tune.study_process")
 
 CHANNEL_VARIABLE = "TINYLLM_RAY_CHANNEL"
 """Environment variable of the child: descriptors of the request and of the messages' pipe."""
+
+HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Held back from the child until it attaches: it has no handlers before that, and would leave a traceback."""
 
 
 class Channel:
@@ -50,9 +54,10 @@ class Channel:
 
 
 def attach() -> Channel:
-    """In the child: what the supervisor asked, and the way to answer."""
+    """In the child, once it has its signal handlers: what the supervisor asked, and the way to answer."""
     request, messages = map(int, os.environ.pop(CHANNEL_VARIABLE).split(","))
     os.set_inheritable(messages, False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
     with open(request, "rb") as file:
         return Channel(json.load(file), messages)
 

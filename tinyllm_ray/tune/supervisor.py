@@ -27,7 +27,7 @@ from typing import Any
 
 from tinyllm_ray.clock import Deadline
 from tinyllm_ray.errors import EXIT_BUG, EXIT_NO_RESULT
-from tinyllm_ray.tune.channel import CHANNEL_VARIABLE, Lines
+from tinyllm_ray.tune.channel import CHANNEL_VARIABLE, HELD_SIGNALS, Lines
 from tinyllm_ray.tune.mirror import MirroredJournal, private_folder
 from tinyllm_ray.tune.processes import STUDY_VARIABLE, drop_helper, end_processes, guard, start_helper
 
@@ -233,6 +233,7 @@ def _start_child(
     command: Sequence[str], request: Mapping[str, Any], deadline: Deadline, marker: str
 ) -> tuple["subprocess.Popen[bytes]", Lines]:
     reading, writing = os.pipe()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)  # which the child inherits
     try:
         with tempfile.TemporaryFile() as file:
             file.write(json.dumps({**request, "budget_seconds": max(0.0, deadline.remaining())}).encode())
@@ -247,6 +248,7 @@ def _start_child(
                 start_new_session=True,  # the terminal's Ctrl-C reaches the supervisor only
             )
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(writing)
     return child, Lines(reading)
 
