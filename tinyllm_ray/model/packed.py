@@ -70,7 +70,7 @@ class PackedLlama(nn.Module):
         self.models = models
         self.embedding = PackedEmbedding(models, config.vocab_size, config.width)
         self.blocks = nn.ModuleList(_pack(block, models) for block in like.blocks)
-        self.norm = PackedRMSNorm(models, config.width, config.norm_eps, operations)
+        self.norm = PackedRMSNorm(models, config.width, config.norm_eps, TORCH)  # like `Llama`'s
         self.register_buffer("cos", torch.empty(like.cos.shape), persistent=False)
         self.register_buffer("sin", torch.empty(like.sin.shape), persistent=False)
 
