@@ -167,7 +167,9 @@ def test_a_graph_replays_it_to_the_same_bits() -> None:
 
     def once() -> tuple[torch.Tensor, ...]:
         outputs = norm.add_norm(x, delta, scale, EPS)
-        return *outputs, *torch.autograd.grad(outputs, [x, delta, scale], [torch.ones_like(one) for one in outputs])
+        gradients = torch.autograd.grad(outputs, [x, delta, scale], [torch.ones_like(one) for one in outputs])
+        # Detached, so that no graph of the first call holds a leaf's accumulator, which belongs to that call's stream.
+        return *(one.detach() for one in outputs), *gradients
 
     expected = once()
     graph = torch.cuda.CUDAGraph()

@@ -13,7 +13,9 @@ The bytes that decide, of C rows a chunk, V words, D features, at 4.3 TB/s and 7
 - another chunk reads and writes the weight's gradient in float32 once more, 8 V D bytes, 1.9e-12 V D seconds. That is
   D / 2C of the whole, so that C = 16 D costs 3%.
 - chunks that stay in the 50 MB of L2 (512 rows) would save the kernel's read and the product's write, 1.0 ms, and pay
-  63 times 82 MB for the weight's gradient, 1.2 ms, with products too small for 132 multiprocessors.
+  63 times 82 MB for the weight's gradient, 1.2 ms, with products too small for 132 multiprocessors. Pieces of a chunk,
+  multiplied and passed over one by one, leave that cost to the chunk and did not pay either: the whole loss took 4.64
+  ms, and 5.67, 4.97 and 4.88 in pieces of 512, 1,024 and 2,048 rows.
 """
 
 import torch

@@ -26,6 +26,8 @@ from tinyllm_ray.model.autocast import matmul_dtype
 
 _TILE = 2048
 """Elements that a program of four warps holds at a time, 16 a thread: 101 registers at most, for five a processor."""
+_SUMMED_ROWS, _SUMMED_COLUMNS = 128, 16
+"""Stripes and columns of the scale's gradient that a program adds up at a time: 64 bytes of a row, a sector or two."""
 _MOST_STRIPES = 512
 """Programs of a backward pass, all at work at once (132 processors); each sums the scale's gradient over its rows."""
 
@@ -86,7 +88,8 @@ def _add_norm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of the sum, of delta where its dtype is another (else empty), and of the scale.
 
-    The scale's is summed by each program over its rows and then over programs, in one order always.
+    The scale's is summed by each program over its rows and then over programs, in one order always: `Tensor.sum` took
+    11.5 us for what moves 0.7 MB, 0.19 ms of an update of 20m on an H200.
     """
     dnormed, total, scale = dnormed.contiguous(), total.contiguous(), scale.contiguous()
     dx, ddelta, _ = _allocate_backward(dnormed, dtotal, total, scale, inverse, delta_dtype)
@@ -100,7 +103,11 @@ def _add_norm_backward(
         STEPS=stripe // tile[0], WIDTH=width, ROWS=tile[0], PADDED=tile[1],
         CARRIES=dtotal is not None, CASTS=ddelta.numel() > 0, WIDE=_wide(total), num_warps=_warps(tile),
     )  # fmt: skip
-    return dx, ddelta, partial.sum(1).view(scale.shape).to(scale.dtype)
+    dscale = torch.empty_like(scale)
+    tinyllm_norm_scale_gradient[(models * -(-width // _SUMMED_COLUMNS),)](
+        partial, dscale, stripes, WIDTH=width, ROWS=_SUMMED_ROWS, COLUMNS=_SUMMED_COLUMNS, num_warps=4
+    )
+    return dx, ddelta, dscale
 
 
 def _allocate_backward(
@@ -235,3 +242,21 @@ def tinyllm_norm_backward(  # type: ignore[no-untyped-def]
             tl.store(ddelta + at, gradient, mask=inside)
     place = tl.program_id(0).to(tl.int64) * WIDTH + column
     tl.store(partial + place, tl.reduce(sums, 0, _add), mask=column < WIDTH)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def tinyllm_norm_scale_gradient(  # type: ignore[no-untyped-def]
+    partial, dscale, stripes, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A program sums COLUMNS columns of one model's `partial` [stripes, WIDTH]."""
+    groups: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    model = tl.program_id(0) // groups
+    column = tl.program_id(0) % groups * COLUMNS + tl.arange(0, COLUMNS)
+    sums = tl.full((ROWS, COLUMNS), 0.0, partial.dtype.element_ty)
+    for first in range(0, stripes, ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < stripes)[:, None] & (column < WIDTH)[None, :]
+        at = (model.to(tl.int64) * stripes + row)[:, None] * WIDTH + column[None, :]
+        sums += tl.load(partial + at, mask=inside, other=0.0)
+    total = tl.reduce(sums, 0, _add)
+    tl.store(dscale + model * WIDTH + column, total, mask=column < WIDTH)
