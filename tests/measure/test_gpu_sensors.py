@@ -172,7 +172,7 @@ class TestReadings:
             ["sw_power_cap", "hw_thermal_slowdown"],
             True,
         ),
-        (pynvml.nvmlClocksThrottleReasonReliability, ["unknown_0x400"], False),
+        (0x400, ["unknown_0x400"], False),
     ],
 )
 def test_a_window_says_what_held_its_clocks(mask: int, reasons: list[str], throttled: bool) -> None:

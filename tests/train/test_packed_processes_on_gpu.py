@@ -42,13 +42,17 @@ def children_of(trainer: Trainer) -> list[int]:
 def test_they_train_as_one_by_one(
     tiny: MakeConfig, tiny_cache: TokenCache, packing: dict[str, Any], update: str
 ) -> None:
-    """Twenty updates queued without a look at the device: what one side reads the other has finished writing."""
+    """Twenty updates queued without a look at the device: what one side reads the other has finished writing.
+
+    Norms are compared in the first six: from there on these small models answer weights changed by 1e-4 with norms
+    changed by 5% and more (seen on a CPU), and weights in the end say the same.
+    """
     config = pack(tiny, packing, update=update)
     found = []
     for way in ("processes", "one_by_one"):
         with Trainer(config.with_execution({"packed_backward": way}), tiny_cache) as trainer:
-            said = [torch.stack(trainer.step()) for _ in range(20)]
-            found.append([torch.stack(said).cpu(), *(weight.detach().cpu() for weight in trainer.model.parameters())])
+            losses, norms = torch.stack([torch.stack(trainer.step()) for _ in range(20)]).cpu().unbind(1)
+            found.append([losses, norms[:6], *(weight.detach().cpu() for weight in trainer.model.parameters())])
     for processes, expected in zip(*found, strict=True):
         torch.testing.assert_close(processes, expected, rtol=2e-2, atol=2e-3)
 
