@@ -163,7 +163,9 @@ def prepare(requests: Sequence[tuple[str, str, Request]], options: argparse.Name
         shape = (request["preset"], request["tokens"], request["micro_batch"])
         unlike[json.dumps([shape, code], sort_keys=True)] = request | {"prepare": True}
     with ThreadPoolExecutor(options.prepare) as pool:
-        for name, found in zip(unlike, pool.map(lambda one: run_process(one, 600), unlike.values()), strict=True):
+        for name, found in zip(
+            unlike, pool.map(lambda one: run_process(one, options.limit), unlike.values()), strict=True
+        ):
             print(f"prepared {name}: {found.get('error') or round(found['first_update_seconds'], 1)}", flush=True)
     for choice in Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.best_config"):
         choice.unlink()  # Inductor's choice of a kernel's launch, here timed while others used the device
