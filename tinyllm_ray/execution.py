@@ -9,7 +9,7 @@ from tinyllm_ray.sections import Integer, Section, refuse_bool
 
 Update = Literal["eager", "compiled", "graph"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-SdpaBackend = Literal["auto", "flash", "flash3", "cudnn", "efficient", "flex", "math"]
+SdpaBackend = Literal["auto", "flash", "flash3", "flash4", "cudnn", "efficient", "flex", "math"]
 Kernel = Literal["torch", "triton"]
 PackedBackward = Literal["at_once", "one_by_one", "processes"]
 

@@ -163,6 +163,15 @@ class TestBackends:
                     "void cutlass::device_kernel<flash::FlashAttnBwdPostprocessConvertdQ<int>>(Params)",
                 ],
             ),
+            (
+                "flash4",
+                [
+                    "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at__tensor0000o",
+                    "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90_object_at__tensor000",
+                    "kernel_cutlass_kernel_flash_attncuteflash_bwd_preprocessFlashAttentionBackwardPreprocess_object",
+                    "kernel_cutlass_kernel_flash_attncuteflash_bwd_postprocessFlashAttentionBackwardPostprocess_object",
+                ],
+            ),
             ("flex", ["triton_tem_fused_flex_attention_0", "triton_tem_fused_flex_attention_backward_2"]),
             ("flex", ["triton_flex_attention_7", "triton_poi_fused_flex_attention_backward_zeros_1"]),
         ],

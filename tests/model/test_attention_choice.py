@@ -97,14 +97,15 @@ def test_every_backend_is_spoken_about_in_one_line(kind: str) -> None:
     assert reasons["auto"] is reasons["flash"] is reasons["math"] is None
 
 
-def test_a_cpu_cannot_train_with_four_of_them() -> None:
+def test_a_cpu_cannot_train_with_five_of_them() -> None:
     reasons = available_backends("cpu")
-    assert {name for name, reason in reasons.items() if reason} == {"cudnn", "efficient", "flash3", "flex"}
+    assert {name for name, reason in reasons.items() if reason} == {"cudnn", "efficient", "flash3", "flash4", "flex"}
 
 
 def test_an_old_pytorch_is_named_where_it_cannot_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(switches, "activate_flash_attention_impl", raising=False)
     assert "cannot switch to FlashAttention 3; install 2.11" in str(available_backends("cuda")["flash3"])
+    assert "cannot switch to FlashAttention 4; install 2.11" in str(available_backends("cuda")["flash4"])
     with pytest.raises(ConfigError, match=r"^sdpa_backend flash3: PyTorch .*2\.11 or later; otherwise take flash"):
         sdpa_backend("flash3")
     with sdpa_backend("flash"):
@@ -122,6 +123,20 @@ def test_flash_attention_3_is_refused_where_it_is_not_installed() -> None:
         sdpa_backend("flash3")
 
 
+@switching
+@pytest.mark.skipif(available_backends("cuda")["flash4"] is None, reason="FlashAttention 4 is installed here")
+def test_flash_attention_4_is_found_by_its_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention 2 installs a package of the same name, which takes seconds to import and may fail to."""
+    package = tmp_path / "flash_attn"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('undefined symbol')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "not installed (module flash_attn.cute.interface); pip install" in str(available_backends("cuda")["flash4"])
+    (package / "cute").mkdir()
+    (package / "cute" / "interface.py").touch()
+    assert available_backends("cuda")["flash4"] is None
+
+
 class Standin:
     """What an implementation leaves with PyTorch's registry."""
 
@@ -135,9 +150,14 @@ class Standin:
 
 @pytest.fixture
 def flash3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A pretended FlashAttention 3 on a pretended Hopper, in PyTorch's own registry; when it came in and went out."""
+    """A pretended FlashAttention 3 on a pretended Hopper, in PyTorch's own registry; when it came in and went out.
+
+    And a 4, which writes into the same log.
+    """
     log: list[str] = []
     (tmp_path / "flash_attn_interface.py").touch()
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "flash_attn" / "cute" / "interface.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
@@ -182,10 +202,15 @@ def test_flash_attention_3_that_cannot_be_loaded_is_the_users_mistake(
 
 
 @switching
-def test_flash_attention_3_is_refused_on_other_gpus(flash3: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_3_and_4_are_refused_on_other_gpus(flash3: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
     with pytest.raises(ConfigError, match=r"compute capability 9\.0, this one has 10\.0"):
         sdpa_backend("flash3")
+    with sdpa_backend("flash4"):
+        assert switches.current_flash_attention_impl() == "FA4"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(ConfigError, match=r"compute capability 9\.0 or 10\.0, this one has 8\.0"):
+        sdpa_backend("flash4")
 
 
 def loss_and_gradients(name: str, compiled: bool, length: int) -> list[torch.Tensor]:
@@ -202,7 +227,7 @@ def loss_and_gradients(name: str, compiled: bool, length: int) -> list[torch.Ten
 @pytest.mark.gpu
 @pytest.mark.parametrize("length", [1024, 1000])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("name", ["flash3", "flex"])
+@pytest.mark.parametrize("name", ["flash3", "flash4", "flex"])
 def test_equals_math_on_the_device(name: str, compiled: bool, length: int) -> None:
     if reason := available_backends("cuda")[name]:
         pytest.skip(reason)

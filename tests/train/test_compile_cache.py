@@ -34,7 +34,8 @@ def install_torch(folder: Path, monkeypatch: pytest.MonkeyPatch, bytecode: bool)
 def test_a_torch_with_bytecode_is_left_as_it_is(caches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_torch(tmp_path, monkeypatch, bytecode=True)
     assert bytecode_variables() == {}
-    assert set(cache_variables("F")) == {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
+    flash4 = {f"FLASH_ATTENTION_CUTE_DSL_CACHE_{name}" for name in ("ENABLED", "DIR")}
+    assert set(cache_variables("F")) == {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"} | flash4
 
 
 def test_a_torch_without_bytecode_gets_a_folder_for_it(

@@ -11,6 +11,7 @@ from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.execution import SdpaBackend
 from tinyllm_ray.measure.kernels import by_category
+from tinyllm_ray.model.attention import available_backends
 from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.records import Fate, TrialRecord
 from tinyllm_ray.search.judgement import judged
@@ -25,7 +26,9 @@ RATE = 0.001
 """At ten times that the few rows are soon known by heart, and a loss of 0.6 nats differs by more than its 0.1%."""
 REPLAYED = [{"update": "compiled", "compile_mode": "reduce-overhead"}, {"update": "graph"}]
 KINDS = [{"update": "eager"}, {"update": "compiled"}, *REPLAYED]
-BACKENDS = [backend for backend in get_args(SdpaBackend) if backend not in ("auto", "flash3", "flex")]
+BACKENDS = [
+    name for name in get_args(SdpaBackend) if name not in ("auto", "flex") and not available_backends("cuda")[name]
+]
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ from typing import Literal
 
 from tinyllm_ray.records import KernelCategory
 
-Backend = Literal["flash", "flash3", "cudnn", "efficient", "flex", "math"]
+Backend = Literal["flash", "flash3", "flash4", "cudnn", "efficient", "flex", "math"]
 
 _FUSED = re.compile(r"(?:triton|cpp)_(?:[a-z]+_)?fused_(.*)")
 _TEMPLATE = re.compile(r"triton_(?:tem_fused_|mm|bmm|flex_attention)")
@@ -35,11 +35,13 @@ _OWN = "tinyllm_"
 _FUNCTION = re.compile(r"[a-z_][a-z0-9_]*")
 """A Triton kernel written by hand is called what its function is."""
 
-# Order matters: cuDNN's kernels have `flash` in their names. FlashAttention 3's are classes, in whatever namespace.
+# Order matters: cuDNN's kernels have `flash` in their names. FlashAttention 3's are classes, in whatever namespace;
+# FlashAttention 4's are called what CuTe calls the method that they were made from.
 _FUSED_ATTENTION: tuple[tuple[Backend, re.Pattern[str]], ...] = (
     ("cudnn", re.compile(r"cudnn\w*_(?:sdpa|fmha)|cudnn::fusion::(?:compute_dot_do_o|convert_dq)|_cudnn_attention")),
     ("efficient", re.compile(r"fmha_cutlass|PyTorchMemEffAttention|Attention(?:Backward)?Kernel|_efficient_attention")),
     ("flash3", re.compile(r"FlashAttn(?:Fwd|Bwd)")),
+    ("flash4", re.compile(r"kernel_cutlass\w*flash_attn_?cute")),
     ("flash", re.compile(r"flash_(?:fwd|bwd)|pytorch_flash::|FlashAttn|FlashAttention|_flash_attention")),
 )
 _BACKWARD = re.compile(r"bprop|bwd|backward|fmha_cutlassB|dot_do_o|convert_dq", re.IGNORECASE)

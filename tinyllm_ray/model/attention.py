@@ -3,6 +3,8 @@
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.attention as switches
@@ -16,16 +18,45 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 _BACKENDS: dict[str, SDPBackend | None] = {
     "auto": None,
     "flash": SDPBackend.FLASH_ATTENTION,
-    "flash3": SDPBackend.FLASH_ATTENTION,  # with another implementation behind it
+    "flash3": SDPBackend.FLASH_ATTENTION,  # with another implementation behind it, like flash4
+    "flash4": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "flex": None,  # no backend of SDPA
     "math": SDPBackend.MATH,
 }
-_FLASH3 = "FA3"
-"""PyTorch's name for it."""
-_FLASH3_MODULE = "flash_attn_interface"
-"""What FlashAttention 3 installs and PyTorch imports."""
+
+
+@dataclass(frozen=True)
+class _Implementation:
+    """A FlashAttention that PyTorch can put behind its own operators."""
+
+    name: str
+    """PyTorch's."""
+    title: str
+    module: str
+    """What it installs and PyTorch imports."""
+    how_to_install: str
+    majors: tuple[int, ...]
+    """Of the compute capabilities that it is written for: PyTorch's own condition."""
+
+
+_IMPLEMENTATIONS = {
+    "flash3": _Implementation(
+        name="FA3",
+        title="FlashAttention 3",
+        module="flash_attn_interface",
+        how_to_install="build it from the folder hopper of github.com/Dao-AILab/flash-attention",
+        majors=(9,),
+    ),
+    "flash4": _Implementation(
+        name="FA4",
+        title="FlashAttention 4",
+        module="flash_attn.cute.interface",
+        how_to_install="pip install flash-attn-4",
+        majors=(9, 10),
+    ),
+}
 
 _instead: Attend | None = None
 """What serves attention in place of SDPA."""
@@ -50,15 +81,16 @@ def sdpa_backend(name: str) -> AbstractContextManager[None]:
     """Context in which `attend` runs on the named backend and no other; `auto` leaves the choice to PyTorch.
 
     It has to surround the call that traces a compiled model, and the backward pass: the first choice is made while the
-    graph is built, and FlashAttention 3 stands behind PyTorch's operators for as long as the context lasts. Entering it
-    again inside of itself costs nothing.
+    graph is built, and FlashAttention 3 and 4 stand behind PyTorch's operators for as long as the context lasts.
+    Entering it again inside of itself costs nothing.
 
-    Raises ConfigError where FlashAttention 3 is asked for and absent; PyTorch raises RuntimeError where another backend
+    Raises ConfigError where one of these is asked for and absent; PyTorch raises RuntimeError where another backend
     cannot serve the device, dtype or shape.
     """
     backend = _BACKENDS[name]
-    if name == "flash3" and (why := _why_no_flash3() or _why_not_on_this_device()):
-        raise ConfigError(f"sdpa_backend flash3: {why}; otherwise take flash, cudnn or auto")
+    wanted = _IMPLEMENTATIONS.get(name)
+    if wanted and (why := _why_absent(wanted) or _why_not_on_this_device(wanted)):
+        raise ConfigError(f"sdpa_backend {name}: {why}; otherwise take flash, cudnn or auto")
     return _serve(name, backend)
 
 
@@ -81,15 +113,14 @@ def available_backends(device_kind: str) -> dict[str, str | None]:
     reasons: dict[str, str | None] = dict.fromkeys(_BACKENDS)
     if device_kind == "cpu":
         reasons |= dict.fromkeys(("cudnn", "efficient"), "PyTorch has no CPU kernel for it")
-        reasons["flash3"] = "FlashAttention 3 runs on GPUs only"
+        reasons |= {name: f"{one.title} runs on GPUs only" for name, one in _IMPLEMENTATIONS.items()}
         reasons["flex"] = "FlexAttention has no backward pass on a CPU"
         return reasons
     if not torch.backends.cudnn.is_available():  # type: ignore[no-untyped-call]
         reasons["cudnn"] = "this PyTorch was built without cuDNN"
     if importlib.util.find_spec("triton") is None:
         reasons["flex"] = "FlexAttention is compiled to Triton, which is not installed"
-    reasons["flash3"] = _why_no_flash3()
-    return reasons
+    return reasons | {name: _why_absent(one) for name, one in _IMPLEMENTATIONS.items()}
 
 
 @contextmanager
@@ -99,7 +130,7 @@ def _serve(name: str, backend: SDPBackend | None) -> Iterator[None]:
     with ExitStack() as stack:
         if backend is not None:
             stack.enter_context(sdpa_kernel(backend))
-        stack.enter_context(_flash_implementation(_FLASH3 if name == "flash3" else None))
+        stack.enter_context(_flash_implementation(_IMPLEMENTATIONS.get(name)))
         if name == "flex":
             from tinyllm_ray.model import flex
 
@@ -113,56 +144,65 @@ def _serve(name: str, backend: SDPBackend | None) -> Iterator[None]:
 
 
 @contextmanager
-def _flash_implementation(wanted: str | None) -> Iterator[None]:
+def _flash_implementation(wanted: _Implementation | None) -> Iterator[None]:
     """What stands behind the flash backend, None for PyTorch's own FlashAttention 2; what stood there comes back."""
     before = switches.current_flash_attention_impl() if _can_switch() else None
-    if before == wanted:
+    if before == (wanted and wanted.name):
         yield
         return
-    _switch_to(wanted)
+    if wanted is None:
+        switches.restore_flash_attention_impl()
+    else:
+        _activate(wanted)
     try:
         yield
     finally:
-        _switch_to(before)
+        if before is None:
+            switches.restore_flash_attention_impl()
+        else:
+            switches.activate_flash_attention_impl(before)
 
 
-def _switch_to(implementation: str | None) -> None:
-    if implementation is None:
-        switches.restore_flash_attention_impl()
-        return
+def _activate(wanted: _Implementation) -> None:
     try:
-        switches.activate_flash_attention_impl(implementation)
+        switches.activate_flash_attention_impl(wanted.name)
     except (ImportError, OSError, RuntimeError) as error:  # installed, but for another Python, CUDA or PyTorch
         first_line = str(error).strip().partition("\n")[0]
         raise ConfigError(
-            f"sdpa_backend flash3: {_FLASH3_MODULE} cannot be loaded ({first_line}); "
-            f"install one built for PyTorch {torch.__version__}, or take flash, cudnn or auto"
+            f"{wanted.title}: {wanted.module} cannot be loaded ({first_line}); "
+            f"install one built for PyTorch {torch.__version__}, or take sdpa_backend flash, cudnn or auto"
         ) from error
 
 
 def _can_switch() -> bool:
     """Whether this PyTorch can put another FlashAttention behind its own operators and take it away again: from 2.11 on
     it has all of these names."""
-    return (
-        all(hasattr(switches, f"{verb}_flash_attention_impl") for verb in ("activate", "current", "restore"))
-        and _FLASH3 in switches.list_flash_attention_impls()
-    )
+    return all(hasattr(switches, f"{verb}_flash_attention_impl") for verb in ("activate", "current", "restore"))
 
 
-def _why_no_flash3() -> str | None:
-    if not _can_switch():
-        return f"PyTorch {torch.__version__} cannot switch to FlashAttention 3; install 2.11 or later"
-    if importlib.util.find_spec(_FLASH3_MODULE) is None:
-        return (
-            f"FlashAttention 3 is not installed (module {_FLASH3_MODULE}); "
-            "build it from the folder hopper of github.com/Dao-AILab/flash-attention"
-        )
+def _why_absent(wanted: _Implementation) -> str | None:
+    if not _can_switch() or wanted.name not in switches.list_flash_attention_impls():
+        return f"PyTorch {torch.__version__} cannot switch to {wanted.title}; install 2.11 or later"
+    if not _is_installed(wanted.module):
+        return f"{wanted.title} is not installed (module {wanted.module}); {wanted.how_to_install}"
     return None
 
 
-def _why_not_on_this_device() -> str | None:
-    """PyTorch's own condition: FlashAttention 3 is written for Hopper's instructions."""
+def _is_installed(module: str) -> bool:
+    """By its file: importing the packages around it would take seconds, and may fail for reasons of their own."""
+    package, *rest = module.split(".")
+    spec = importlib.util.find_spec(package)
+    if spec is None or not rest:
+        return spec is not None
+    folders = spec.submodule_search_locations or ()
+    return any(Path(folder, *rest).with_suffix(".py").exists() for folder in folders)
+
+
+def _why_not_on_this_device(wanted: _Implementation) -> str | None:
     if not torch.cuda.is_available():
         return "there is no CUDA device here"
     major, minor = torch.cuda.get_device_capability()
-    return None if major == 9 else f"it needs a GPU of compute capability 9.0, this one has {major}.{minor}"
+    if major in wanted.majors:
+        return None
+    wants = " or ".join(f"{one}.0" for one in wanted.majors)
+    return f"it needs a GPU of compute capability {wants}, this one has {major}.{minor}"

@@ -113,6 +113,7 @@ GUESSED_EFFECTS: Mapping[DeviceKind, Mapping[Level, tuple[float, float]]] = {
         ("sdpa_backend", "cudnn"): (0.0, 0.06),
         ("sdpa_backend", "flash"): (-0.03, 0.08),
         ("sdpa_backend", "flash3"): (0.0, 0.08),
+        ("sdpa_backend", "flash4"): (0.0, 0.08),
         ("sdpa_backend", "efficient"): (-0.1, 0.12),
         ("sdpa_backend", "flex"): (-0.1, 0.12),
         ("loss_kernel", "triton"): (0.04, 0.05),

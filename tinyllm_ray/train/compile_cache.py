@@ -26,11 +26,14 @@ def compile_cache_folder() -> str:
 def cache_variables(folder: str) -> dict[str, str]:
     """Environment variables that have a process keep its compilations in `folder`, from its start on.
 
-    PyTorch and Triton read theirs at the first compilation, so a process may still set them after importing torch.
+    PyTorch and Triton read theirs at the first compilation and FlashAttention 4 when it is imported, so a process may
+    still set them after importing torch.
     """
     return {
         "TORCHINDUCTOR_CACHE_DIR": os.path.join(folder, "inductor"),
         "TRITON_CACHE_DIR": os.path.join(folder, "triton"),
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": os.path.join(folder, "flash4"),
     } | bytecode_variables()
 
 
