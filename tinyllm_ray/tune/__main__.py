@@ -63,11 +63,11 @@ def _supervise(options: argparse.Namespace) -> int:
     budget = parse_duration(options.budget, "--budget")
     if options.resume and options.out is None:
         raise ConfigError("--resume: which study? name its folder with --out")
-    age = process_age_seconds()
+    left = seconds_left(budget, options.out, resume=True) if options.resume else budget
+    age = process_age_seconds()  # with what a slow folder took to say it
     request = _request(options, budget, age)
     out = Path(str(request["out"]))
-    left = seconds_left(budget, out, options.resume) - age
-    deadline = Deadline.after(seconds_within_allocation(left, os.environ))
+    deadline = Deadline.after(seconds_within_allocation(left - age, os.environ))
     outcome = supervise(STUDY_COMMAND, request=request, deadline=deadline)
     if outcome.mirrored:  # the folder is this study's, and its file system answers
         bring_up_to_date(out, deadline)

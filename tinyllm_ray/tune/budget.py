@@ -26,12 +26,11 @@ def sessions_so_far(out: Path) -> list[dict[str, Any]]:
     try:
         answer = _ask(out)
         text = answer["summary"]
-        reported = 0.0 if text is None else float(json.loads(text)["elapsed_seconds"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return with_reported(answer["sessions"], {"elapsed_seconds": 0.0} if text is None else json.loads(text))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{out / SUMMARY}: cannot be read ({error}); it says how much of the budget is used"
         ) from None
-    return with_reported(answer["sessions"], reported)
 
 
 def spent_seconds(out: Path) -> float:

@@ -26,7 +26,7 @@ from tinyllm_ray.records import TrialRecord
 from tinyllm_ray.search.fitting import DeviceKind, FittedSpace, fit_space
 from tinyllm_ray.tune.budget import sessions_so_far
 from tinyllm_ray.tune.claim import claim
-from tinyllm_ray.tune.mirror import all_records
+from tinyllm_ray.tune.mirror import all_records, await_earlier_helper
 from tinyllm_ray.tune.request import Asked, StudyRequest
 from tinyllm_ray.tune.same_study import refuse_other_study, settled_space, space_identity
 from tinyllm_ray.yamlfile import dump_yaml, read_mapping
@@ -82,10 +82,6 @@ def open_folder(out: Path, resume: bool) -> Earlier | None:
     """
     definition = out / DEFINITION
     if not is_there(definition, "--out"):
-        if resume:
-            raise ConfigError(
-                f"--resume: {out} holds no study ({DEFINITION} is missing); leave out --resume to begin one"
-            )
         _check_vacant(out)
         return None
     if not resume:
@@ -97,6 +93,7 @@ def open_folder(out: Path, resume: bool) -> Earlier | None:
         known = Definition.model_validate(read_mapping(definition))
     except ValidationError as error:
         raise ConfigError(f"{definition}: damaged: {error.errors()[0]['msg']}") from None
+    await_earlier_helper(known.study)
     records = [TrialRecord.model_validate(entry) for entry in all_records(known.study, out)]
     return Earlier(definition=known, records=records, sessions=sessions_so_far(out))
 

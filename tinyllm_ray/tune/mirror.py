@@ -24,7 +24,7 @@ from typing import Any
 from tinyllm_ray import journal
 from tinyllm_ray.errors import ConfigError, TinyllmRayError
 from tinyllm_ray.tune.processes import drop_helper, start_helper
-from tinyllm_ray.tune.sessions import SIGN_OF_LIFE_SECONDS, write_session
+from tinyllm_ray.tune.sessions import SESSIONS, SIGN_OF_LIFE_SECONDS, write_session
 
 JOURNAL_NAME = "trials.jsonl"
 
@@ -80,6 +80,26 @@ class MirroredJournal:
     def _was_killed(self) -> bool:
         """By whoever; one that ends by itself has been told to."""
         return self._helper.poll() is not None
+
+
+def await_earlier_helper(study: str, patience_seconds: float = 10.0) -> None:
+    """Return once no helper of an earlier session is at work on this machine, or the patience is over.
+
+    A killed session's helper is still bringing its last records, and its seconds, for a moment.
+    """
+    until = time.monotonic() + patience_seconds
+    try:
+        folder = os.open(_local_folder(private_folder(), study), os.O_RDONLY)
+    except FileNotFoundError:
+        return
+    try:
+        while time.monotonic() < until:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            time.sleep(0.02)
+    finally:
+        os.close(folder)
 
 
 def all_records(study: str, out: Path) -> list[dict[str, Any]]:
@@ -158,7 +178,8 @@ def mirror(journal_file: str, target_file: str, began: str) -> None:
 
 
 def _bring_what_is_left(own: Path, target: Path) -> None:
-    """Bring the records of earlier sessions, oldest first, and remove their files."""
+    """Bring the records of earlier sessions, oldest first, and remove what they left."""
+    journal.remove_torn(target.parent / SESSIONS)
     for path in _journals(own.parent):
         if path != own:
             _copy_lines(path, target, 0)

@@ -6,7 +6,7 @@ that is killed with it is known to its last sign of life. Standard library only:
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,17 +44,21 @@ def read_sessions(out: Path) -> list[dict[str, Any]]:
     return sorted(found, key=lambda entry: entry["began"])
 
 
-def with_reported(sessions: Sequence[dict[str, Any]], reported_seconds: float) -> list[dict[str, Any]]:
-    """The sessions with all seconds that the study has used, which its last report may know better.
+def with_reported(sessions: Iterable[Mapping[str, Any]], summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The sessions with all seconds that the study has used, which its last summary may know better.
 
-    A machine that lost its power wrote its report after its last sign of life: the last session has the difference.
+    A machine that lost its power may have written its report after its last sign of life, and a session that was killed
+    in its first moments has no file yet. Raises KeyError, TypeError and ValueError where `summary` is no summary.
     """
-    beyond = reported_seconds - sum(entry["seconds"] for entry in sessions)
-    if beyond <= 0:
-        return list(sessions)
-    if not sessions:
-        return [{"session": None, "began": None, "seconds": reported_seconds, "ended": False}]
-    return [*sessions[:-1], {**sessions[-1], "seconds": sessions[-1]["seconds"] + beyond}]
+    found = {entry["session"]: dict(entry) for entry in sessions}
+    for reported in summary.get("sessions", ()):
+        own = {name: reported[name] for name in ("session", "began", "seconds", "ended")}
+        known = found.setdefault(own["session"], own)
+        known["seconds"] = max(known["seconds"], float(own["seconds"]))
+    beyond = float(summary["elapsed_seconds"]) - sum(entry["seconds"] for entry in found.values())
+    if not found and beyond > 0:  # a study that an earlier program began
+        return [{"session": None, "began": None, "seconds": beyond, "ended": False}]
+    return sorted(found.values(), key=lambda entry: entry["began"] or 0.0)
 
 
 def with_trials(
