@@ -1,6 +1,7 @@
 """One session of a study at a time: a lock on the study's definition, as long as the process lives."""
 
 import fcntl
+import os
 import time
 from pathlib import Path
 from typing import BinaryIO
@@ -9,13 +10,14 @@ from tinyllm_ray.errors import ConfigError
 
 _PATIENCE_SECONDS = 10.0
 """A killed session's processes are ended within a second or two; one that closes stops Ray, up to 4 s."""
-_HELD: list[BinaryIO] = []
+_HELD: dict[tuple[int, int], BinaryIO] = {}
+"""By device and inode."""
 
 
 def claim(definition: Path, patience_seconds: float = _PATIENCE_SECONDS) -> None:
     """Lock a study's definition for this process. Raises ConfigError where another session goes on running.
 
-    A file system that knows no locks is trusted.
+    What this process has locked already it keeps. A file system that knows no locks is trusted.
     """
     try:
         file = definition.open("r+b")
@@ -23,6 +25,11 @@ def claim(definition: Path, patience_seconds: float = _PATIENCE_SECONDS) -> None
         raise ConfigError(
             f"{definition}: {error.strerror}; a study that goes on has to be able to write there"
         ) from None
+    status = os.fstat(file.fileno())
+    name = status.st_dev, status.st_ino
+    if name in _HELD:
+        file.close()
+        return
     until = time.monotonic() + patience_seconds
     while True:
         try:
@@ -37,5 +44,5 @@ def claim(definition: Path, patience_seconds: float = _PATIENCE_SECONDS) -> None
             continue
         except OSError:
             pass
-        _HELD.append(file)
+        _HELD[name] = file
         return

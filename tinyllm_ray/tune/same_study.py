@@ -99,11 +99,17 @@ def _source_words(source: Mapping[str, Any]) -> str:
 
 def _differences(was: Mapping[str, Any], now: Mapping[str, Any], above: str = "") -> Iterator[str]:
     for name in dict.fromkeys([*was, *now]):
-        before, after = was.get(name), now.get(name)
+        before, after = (_numbered(one.get(name)) for one in (was, now))
         if isinstance(before, dict) and isinstance(after, dict):
             yield from _differences(before, after, f"{above}{name}.")
         elif before != after:
             yield _is_was(f"{above}{name}", after, before)
+
+
+def _numbered(value: Any) -> Any:
+    """A list of sections, as packed models have one each, as a section under each number; other values as they are."""
+    sections = isinstance(value, list) and value and all(isinstance(one, dict) for one in value)
+    return {str(number): one for number, one in enumerate(value)} if sections else value
 
 
 def _is_was(name: str, now: Any, was: Any) -> str:
