@@ -12,10 +12,11 @@ from pathlib import Path
 
 from tinyllm_ray.allocation import seconds_within_allocation
 from tinyllm_ray.clock import Deadline, parse_duration
-from tinyllm_ray.command import Parser, exit_status
+from tinyllm_ray.command import Parser, exit_status, say
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.tune.budget import seconds_left
 from tinyllm_ray.tune.channel import STUDY_COMMAND
+from tinyllm_ray.tune.going_on import going_on
 from tinyllm_ray.tune.page.maker import bring_up_to_date
 from tinyllm_ray.tune.supervisor import process_age_seconds, supervise
 
@@ -56,10 +57,10 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(f"there is no command {arguments[0]!r}, but {', '.join(COMMANDS)}")
         return COMMANDS[arguments[0]](arguments[1:])
     options = parser.parse_args(arguments)
-    return exit_status(lambda: _supervise(options))
+    return exit_status(lambda: _supervise(options, arguments))
 
 
-def _supervise(options: argparse.Namespace) -> int:
+def _supervise(options: argparse.Namespace, arguments: list[str]) -> int:
     budget = parse_duration(options.budget, "--budget")
     if options.resume and options.out is None:
         raise ConfigError("--resume: which study? name its folder with --out")
@@ -67,10 +68,13 @@ def _supervise(options: argparse.Namespace) -> int:
     age = process_age_seconds()  # with what a slow folder took to say it
     request = _request(options, budget, age)
     out = Path(str(request["out"]))
-    deadline = Deadline.after(seconds_within_allocation(left - age, os.environ))
+    whole = Deadline.after(left - age)
+    deadline = Deadline.after(seconds_within_allocation(whole.remaining(), os.environ))
     outcome = supervise(STUDY_COMMAND, request=request, deadline=deadline)
     if outcome.mirrored:  # the folder is this study's, and its file system answers
         bring_up_to_date(out, deadline)
+    if outcome.journal and (line := going_on(arguments, out, outcome.exit_status, whole.remaining())):
+        say(line, sys.stderr)
     return outcome.exit_status
 
 

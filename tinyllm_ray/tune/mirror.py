@@ -57,15 +57,19 @@ class MirroredJournal:
         if self._was_killed():
             self._start_helper()
 
-    def finish(self, seconds: float, hurry: Callable[[], bool]) -> str | None:
-        """Wait until OUT holds every record and the local file is gone; else say why not, and the file stays."""
+    def close(self) -> None:
+        """No record comes any more, and no second counts; waits for nothing."""
         if self._was_killed():
             self._start_helper()
         assert self._helper.stdin is not None
-        assert self._helper.stderr is not None
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(BrokenPipeError, ValueError):  # closed already
             self._helper.stdin.write(b"ended")
             self._helper.stdin.close()
+
+    def finish(self, seconds: float, hurry: Callable[[], bool]) -> str | None:
+        """Wait until OUT holds every record and the local file is gone; else say why not, and the file stays."""
+        self.close()
+        assert self._helper.stderr is not None
         until = time.monotonic() + seconds
         while (status := self._helper.poll()) is None and time.monotonic() < until and not hurry():
             time.sleep(0.01)

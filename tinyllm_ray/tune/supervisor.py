@@ -29,6 +29,7 @@ from tinyllm_ray.tune.channel import Lines
 from tinyllm_ray.tune.child import has_ended, start_child
 from tinyllm_ray.tune.mirror import MirroredJournal, private_folder
 from tinyllm_ray.tune.processes import drop_helper, end_processes, guard, start_helper
+from tinyllm_ray.tune.terminal import show_cursor
 
 GRACE_SECONDS = 5.0
 """For a clean end once told to; before the deadline it is a tenth of the budget where that is less."""
@@ -134,6 +135,8 @@ def supervise(
                 limit_seconds=min(DONE_SECONDS, left) + KILL_SECONDS,
             )
             drop_helper(keeper)
+            if study.verdict is None:
+                show_cursor()
             if survivors:
                 _say(f"killed, but not ended by the kernel yet: {', '.join(survivors)}")
         while (messages := lines.read(0)) is not None and deadline.remaining() > -LATE_SECONDS:
