@@ -27,6 +27,19 @@ class Parser(argparse.ArgumentParser):
         self.exit(EXIT_USER, f"error: {message}; see {self.prog} --help\n")
 
 
+def examples_of(epilog: str, command: str) -> str:
+    """The examples of one command, with what is said of each, out of those of all."""
+    kept: list[str] = []
+    keep = False
+    for line in epilog.partition("examples:\n")[2].partition("\n\n")[0].splitlines():
+        if line.startswith("  python "):
+            words = line.split()
+            keep = len(words) > 3 and words[3] == command
+        if keep:
+            kept.append(line)
+    return "\n".join(["examples:", *kept])
+
+
 def say(line: str, stream: TextIO | None = None) -> None:
     """Print to `stream`, else standard output; a reader that is gone (`| head`) is no fault of the command."""
     stream = stream or sys.stdout
