@@ -8,6 +8,9 @@ from pathlib import Path
 from tinyllm_ray.errors import ConfigError
 
 _SHOWN_CHARACTERS = 60
+_LONGEST_NAME = 255
+_LONGEST_PATH = 4095
+"""Linux's NAME_MAX and PATH_MAX without the byte that ends it; macOS has the same or less."""
 
 
 def is_there(path: Path, what: str) -> bool:
@@ -19,6 +22,21 @@ def is_there(path: Path, what: str) -> bool:
         return False
     except (OSError, ValueError) as error:
         raise ConfigError(f"{what} {shown(path)}: {reason(error)}; choose another") from None
+
+
+def unusable(value: Path | str) -> str | None:
+    """Why no file system takes this path, or no program this text; None where that depends on the file system.
+
+    A text may be something else than a path, and as long as it likes.
+    """
+    if "\0" in str(value):
+        return "it holds a null byte; write it without"
+    names = value.parts if isinstance(value, Path) else ()
+    if any(len(name.encode(errors="surrogateescape")) > _LONGEST_NAME for name in names):
+        return f"a file's name has {_LONGEST_NAME} bytes at most; choose a shorter one"
+    if len(str(value).encode(errors="surrogateescape")) > _LONGEST_PATH and names:
+        return f"a path has {_LONGEST_PATH} bytes at most; choose a shorter one"
+    return None
 
 
 def reason(error: OSError | ValueError) -> str:

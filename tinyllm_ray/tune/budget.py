@@ -70,7 +70,7 @@ def tell_used(out: str) -> None:
 def _text_of(path: Path) -> str | None:
     try:
         return path.read_bytes().decode(errors="replace")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 
