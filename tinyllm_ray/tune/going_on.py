@@ -1,4 +1,4 @@
-"""What a command line says when a study was ended before its end: the exact command that goes on with it.
+"""What a command line says when a study was ended, or died, before its end: the exact command that goes on with it.
 
 Standard library only: the supervisor's command line imports this module.
 """
@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tinyllm_ray.clock import format_duration
+from tinyllm_ray.errors import EXIT_BUG
 
-_ENDED_FROM_OUTSIDE = 128
-"""Exit statuses above it are signals'."""
+_FIRST_SIGNAL = 128
+"""Exit statuses from it on are signals'."""
 
 
 def going_on(arguments: Sequence[str], out: Path, exit_status: int, seconds_left: float) -> str | None:
@@ -18,7 +19,8 @@ def going_on(arguments: Sequence[str], out: Path, exit_status: int, seconds_left
 
     `arguments` are those that the study in `out` was begun or gone on with.
     """
-    if exit_status < _ENDED_FROM_OUTSIDE or seconds_left <= 0:
+    ended_early = exit_status == EXIT_BUG or exit_status >= _FIRST_SIGNAL
+    if not ended_early or seconds_left <= 0:
         return None
     words = [*arguments]
     if not any(word == "--out" or word.startswith("--out=") for word in words):
