@@ -50,9 +50,9 @@ def test_resuming_wants_the_study_named(capsys: pytest.CaptureFixture[str], monk
 
 
 @pytest.mark.parametrize(
-    ("exit_status", "said"), [(0, False), (1, False), (2, False), (3, False), (130, True), (143, True)]
+    ("exit_status", "said"), [(0, False), (1, True), (2, False), (3, False), (130, True), (143, True)]
 )
-def test_a_signal_is_answered_with_the_way_to_go_on(
+def test_an_early_end_is_answered_with_the_way_to_go_on(
     exit_status: int, said: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Supervised(monkeypatch, tmp_path, exit_status)
