@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,9 +153,10 @@ class Tuner:
         Raises ConfigError for what turns out not to fit the machine or the folder, NoResultError when nothing was
         measured that can be believed, KeyboardInterrupt after Ctrl-C (the folder then holds what was measured).
         """
-        request = self.request
-        deadline = Deadline.after(seconds_left(request.total_seconds, Path(request.out), request.resume))
-        values = self.request.model_dump(mode="json", exclude={"budget_seconds"})
+        request, began = self.request, time.monotonic()
+        deadline = Deadline(began + seconds_left(request.total_seconds, Path(request.out), request.resume))
+        values = request.model_dump(mode="json", exclude={"budget_seconds"})
+        values["age_seconds"] = time.monotonic() - began
         outcome = supervise(STUDY_COMMAND, request=values, deadline=deadline)
         if outcome.mirrored:  # the folder is this study's, and its file system answers
             bring_up_to_date(Path(request.out), deadline)
