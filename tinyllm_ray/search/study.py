@@ -33,12 +33,10 @@ from tinyllm_ray.search.pool import Pool
 from tinyllm_ray.search.priors import Priors
 from tinyllm_ray.search.rates import fastest, ranked
 from tinyllm_ray.search.ruled_out import hopeless, out_of_memory
+from tinyllm_ray.search.settled import MEASURED_AGAIN, settles
 from tinyllm_ray.search.verdict import THROUGHPUT, Selection, select
 from tinyllm_ray.search.verified import Verified
 from tinyllm_ray.search.verifier import Verification, Verifier, reserved_seconds
-
-MEASURED_AGAIN = frozenset({Fate.TIMED_OUT, Fate.LOST})
-"""Fates that say nothing about a candidate once the study is resumed: with more time, on a sound node, it may do."""
 
 _FEW = 3
 """Of the best: measured executions around which a large space is searched, and candidates shown that did not fit."""
@@ -106,7 +104,8 @@ class Study:
             self.verification.tell(record)
         else:
             self._learn(record)
-            self._results[record.execution_identity] = record
+            if settles(record, self._cost.records):
+                self._results[record.execution_identity] = record
 
     def incumbent(self) -> TrialRecord | None:
         """The fastest complete record so far, noise not considered."""

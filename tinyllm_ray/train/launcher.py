@@ -89,7 +89,7 @@ class Launcher:
         if event["event"] == "starter_ended":
             # The candidate goes with its starter; what it started itself is in its process group.
             end_group(candidate.pid or 0)
-            self._stop_starter()
+            event |= {"status": self._stop_starter()}
         if event["event"] in {"ended", "starter_ended"}:
             return self._finish(candidate, *judge(candidate, event))
         candidate.hear(event)
@@ -139,9 +139,10 @@ class Launcher:
         os.close(events_write)
         self._events_fd, self._buffer = events, b""
 
-    def _stop_starter(self) -> None:
+    def _stop_starter(self) -> int | None:
+        """End the starter; its exit status, None where there was none."""
         if self._starter is None:
-            return
+            return None
         assert self._starter.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # a request that it never read
             self._starter.stdin.close()
@@ -151,7 +152,8 @@ class Launcher:
             self._starter.kill()
             self._starter.wait()
         os.close(self._events_fd)
-        self._starter = None
+        status, self._starter = self._starter.returncode, None
+        return status
 
     def _next_event(self, deadline: Deadline) -> dict[str, Any] | None:
         """The next event, None once `deadline` has passed; `starter_ended` when there will be no more."""
