@@ -56,12 +56,15 @@ ReturnToService=2
 SlurmdTimeout=15
 GresTypes=gpu
 KillWait=5
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 MinJobAge=600
 JobCompType=jobcomp/filetxt
 JobCompLoc=$DIR/log/jobs.txt
 AccountingStorageType=accounting_storage/none
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP DefMemPerCPU=$((MEMORY_MB / $2))
 PartitionName=short Nodes=ALL MaxTime=2 State=UP
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 CONF
     for ((node = 1; node <= $1; node++)); do
       echo "NodeName=n$node NodeHostname=n$node NodeAddr=$NETWORK.$((10 + node)) CPUs=$2 Gres=gpu:$3 RealMemory=$MEMORY_MB State=UNKNOWN"

@@ -81,16 +81,23 @@ def test_only_a_study_that_was_cut_with_budget_left_goes_on(
     ended: str | None, elapsed: float, exhausted: bool, has_rest: bool
 ) -> None:
     leave_study(ended, elapsed, exhausted=exhausted)
-    assert has_to_return(TUNE, 143, [USR1]) is has_rest
-    assert has_to_return(TUNE, 0, []) is has_rest, "its deadline was the allocation's"
+    assert has_to_return(TUNE, 143, [USR1], left=900.0) is has_rest
+    assert has_to_return(TUNE, 0, [], left=50.0) is has_rest, "its deadline was the allocation's"
     assert settled_status(Path("study")) == (None if has_rest else 0)
     for others in ([TERM], [USR1, TERM]):
-        assert not has_to_return(TUNE, 143, others), "Slurm or somebody else is ending the job"
-    assert not has_to_return(TUNE, 1, [USR1]), "a fault would come again"
+        assert not has_to_return(TUNE, 143, others, left=50.0), "Slurm or somebody else is ending the job"
+    assert not has_to_return(TUNE, 1, [USR1], left=50.0), "a fault would come again"
+
+
+def test_a_study_that_its_own_budget_ended_gains_nothing_by_another_allocation() -> None:
+    leave_study("budget: the next candidate needs up to 165 s and 97 s are left", 2603.0, exhausted=True)
+    for left in (3600.0, None):
+        assert not has_to_return(TUNE, 0, [], left)
+    assert has_to_return(TUNE, 0, [], left=40.0)
 
 
 def test_a_study_that_left_nothing_does_not_go_round_for_ever() -> None:
-    assert not has_to_return(TUNE, 143, [USR1])
+    assert not has_to_return(TUNE, 143, [USR1], left=50.0)
     assert settled_status(Path("study")) is None
     leave_study("SIGTERM", 2700.0, selected=False)
     assert settled_status(Path("study")) == 3
@@ -98,10 +105,10 @@ def test_a_study_that_left_nothing_does_not_go_round_for_ever() -> None:
 
 def test_another_command_goes_back_when_the_warning_ended_it() -> None:
     train = ["train", "--config", "20m", "--out", "run"]
-    assert has_to_return(train, 143, [USR1])
-    assert not has_to_return(train, 0, [USR1])
-    assert not has_to_return(train, 143, [])
-    assert not has_to_return(train, 143, [TERM])
+    assert has_to_return(train, 143, [USR1], left=50.0)
+    assert not has_to_return(train, 0, [USR1], left=50.0)
+    assert not has_to_return(train, 143, [], left=50.0)
+    assert not has_to_return(train, 143, [TERM], left=50.0)
 
 
 def test_a_task_of_an_array_goes_back_alone() -> None:

@@ -92,7 +92,7 @@ def launch(options: argparse.Namespace, received: Sequence[int]) -> int:
     if before and (status := _settled(words)) is not None:
         return status
     status = on_cluster(options, received, number, job, words)
-    if may_return(job) and has_to_return(words, status, received):
+    if may_return(job) and has_to_return(words, status, received, seconds_left(number)):
         say("cluster: the allocation ends before the work does; the job goes back into the queue")
         requeue(os.environ)
     return status
@@ -126,7 +126,9 @@ def on_cluster(
         if head in missing:
             raise NoResultError(f"the cluster's head went away: {describe(steps, [head])}")
         steps.end(missing, 0.0)
-        (logs / RECORD).write_text(json.dumps({"job": number, "head": head, **steps.ready[head], "nodes": steps.ready}))
+        study = study_folder(words) if is_study(words) else None
+        known = {"job": number, "head": head, "study": study and str(study.absolute())}
+        (logs / RECORD).write_text(json.dumps({**known, **steps.ready[head], "nodes": steps.ready}))
         say(
             f"cluster: {len(steps.ready)} of {len(shares)} nodes ready at {address} in {time.monotonic() - began:.1f} s"
         )

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tinyllm_ray.allocation import margin_seconds
 from tinyllm_ray.cluster.jobs import ask_slurm
 from tinyllm_ray.cluster.nodes import job_field
 from tinyllm_ray.command import say
@@ -78,11 +79,11 @@ def settled_status(folder: Path) -> int | None:
     return EXIT_DONE if (folder / _SELECTED).exists() else EXIT_NO_RESULT
 
 
-def has_to_return(words: Sequence[str], status: int, received: Sequence[int]) -> bool:
-    """Whether a command was cut by the allocation's end, and has more to do.
+def has_to_return(words: Sequence[str], status: int, received: Sequence[int], left: float | None) -> bool:
+    """Whether a command was cut by the allocation's end, and has more to do; `left` is what the allocation has left.
 
     A job that got any other signal than Slurm's warning is being ended, or run again, by someone else. A study that
-    has left nothing would spend its whole budget like that.
+    has left nothing would come back for ever; one that ended for want of budget gains nothing by another allocation.
     """
     if any(number != signal.SIGUSR1 for number in received):
         return False
@@ -90,7 +91,11 @@ def has_to_return(words: Sequence[str], status: int, received: Sequence[int]) ->
     if folder is None:
         return bool(received) and status == EXIT_SIGTERM
     summary = _summary(folder)
-    return status in (EXIT_DONE, EXIT_NO_RESULT, EXIT_SIGTERM) and summary is not None and _is_unfinished(summary)
+    if status not in (EXIT_DONE, EXIT_NO_RESULT, EXIT_SIGTERM) or summary is None or not _is_unfinished(summary):
+        return False
+    if received or str(summary["ended"]).startswith(_NODES_LOST):
+        return True
+    return left is not None and _rest(summary) - max(0.0, left - margin_seconds(left)) >= LEAST_REST_SECONDS
 
 
 def requeue(environment: Mapping[str, str]) -> None:
@@ -116,9 +121,14 @@ def _summary(folder: Path) -> dict[str, Any] | None:
 
 
 def _is_unfinished(summary: Mapping[str, Any]) -> bool:
-    ended, rest = summary.get("ended"), summary.get("budget_seconds", 0.0) - summary.get("elapsed_seconds", 0.0)
+    ended = summary.get("ended")
     cut = ended in _CUT or str(ended).startswith(_NODES_LOST) or bool(summary.get("budget_exhausted"))
-    return cut and rest >= LEAST_REST_SECONDS
+    return cut and _rest(summary) >= LEAST_REST_SECONDS
+
+
+def _rest(summary: Mapping[str, Any]) -> float:
+    """Seconds of the budget."""
+    return float(summary.get("budget_seconds", 0.0) - summary.get("elapsed_seconds", 0.0))
 
 
 def _has_no_action(words: Sequence[str]) -> bool:
