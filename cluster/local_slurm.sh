@@ -8,8 +8,9 @@
 #   cluster/local_slurm.sh revive DIR NODE                        and has it again
 #   cluster/local_slurm.sh stop DIR                               end everything and remove DIR
 #
-# A node has its own network (10.83.0.1x), host name, processes, /tmp and /dev/shm; DIR, and the SHARED paths that lie
-# under /tmp, are the shared file system. Needs root, and on Debian: slurm-wlm slurm-client munge iproute2.
+# A node has its own network (10.83.0.1x), host name, processes, /dev/shm and /tmp, which holds TMP_MB where that is set
+# at the start; DIR, and the SHARED paths that lie under /tmp, are the shared file system. Needs root, and on Debian:
+# slurm-wlm slurm-client munge iproute2.
 # Nothing is enforced (no control groups): processors are only Slurm's word, and GPUs copies of /dev/null.
 set -euo pipefail
 
@@ -110,6 +111,7 @@ boot_node() { # NODE, in its namespaces, as process 1: bash, as someone has to r
   mount --bind "$DIR/etc/hosts" /etc/hosts
   mount -t tmpfs -o size=4g,mode=1777 tmpfs /dev/shm
   mkdir -p "$root/tmp"
+  [ ! -s "$DIR/tmp_mb" ] || mount -t tmpfs -o "size=$(cat "$DIR/tmp_mb")m" tmpfs "$root/tmp"
   chmod 1777 "$root/tmp"
   while read -r path; do
     case $path in /tmp/*) mkdir -p "$root$path"; mount --rbind "$path" "$root$path" ;; esac
@@ -133,6 +135,7 @@ start() { # NODES CPUS GPUS SHARED...
   echo "tr$$" >"$DIR/name"
   write_configuration "$1" "$2" "$3"
   printf '%s\n' "$DIR" "${@:4}" >"$DIR/shared"
+  echo -n "${TMP_MB:-}" >"$DIR/tmp_mb"
   setsid munged --foreground --force --key-file="$DIR/munge/key" --socket="$DIR/munge/socket" \
     --pid-file="$DIR/munge/pid" --seed-file="$DIR/munge/seed" --log-file="$DIR/log/munged.log" --num-threads=2 \
     </dev/null &>"$DIR/log/munged.out" &

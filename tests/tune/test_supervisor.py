@@ -542,7 +542,7 @@ def test_the_second_signal_kills_at_once(supervising: Callable[..., Supervising]
     one.signal(signal.SIGINT)
     assert wait_until((out / "asked").exists)
     begin = time.monotonic()
-    one.signal(signal.SIGINT)
+    one.signal(signal.SIGTERM)  # another one; the same within a second would be the same wish
     assert one.end()[0] == 130
     assert time.monotonic() - begin < 10  # the grace, which it does not wait for, is 20 s
     assert running(tag) == []

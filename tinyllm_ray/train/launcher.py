@@ -20,7 +20,7 @@ from tinyllm_ray.clock import Clock, Deadline
 from tinyllm_ray.records import Fate, TrialRecord
 from tinyllm_ray.train.compile_cache import cache_variables
 from tinyllm_ray.train.outcome import RunningCandidate, build_record, judge
-from tinyllm_ray.train.starter import end_group
+from tinyllm_ray.train.starter import end_group, open_log
 
 _SECONDS_TO_END = 5.0
 """How long a killed candidate may take to be reaped before its starter is given up."""
@@ -125,8 +125,9 @@ class Launcher:
             # Importing Inductor asks for the devices; through NVML that leaves CUDA usable in forks.
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         }
-        self._logs.mkdir(parents=True, exist_ok=True)
-        with (self._logs / "starter.log").open("ab") as log:
+        with contextlib.suppress(OSError):
+            self._logs.mkdir(exist_ok=True)
+        with open(open_log(self._logs / "starter.log"), "ab") as log:
             self._starter = subprocess.Popen(
                 [sys.executable, "-m", "tinyllm_ray.train.starter", str(events_write)],
                 stdin=subprocess.PIPE,
