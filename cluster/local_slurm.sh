@@ -7,6 +7,7 @@
 #   cluster/local_slurm.sh kill DIR NODE                          a node loses its power
 #   cluster/local_slurm.sh revive DIR NODE                        and has it again
 #   cluster/local_slurm.sh stop DIR                               end everything and remove DIR
+#   cluster/local_slurm.sh check                                  say why this machine cannot, where it cannot
 #
 # A node has its own network (10.83.0.1x), host name, processes, /dev/shm and /tmp, which holds TMP_MB where that is set
 # at the start; DIR, and the SHARED paths that lie under /tmp, are the shared file system. Needs root, and on Debian:
@@ -174,7 +175,19 @@ on_node() { # NODE COMMAND...
   nsenter -t "$inside" -m -u -n -p env SLURM_CONF="$DIR/etc/slurm.conf" "${@:2}"
 }
 
-[ $# -ge 2 ] || { sed -n '2,14p' "$0" >&2; exit 2; }
+check() {
+  [ "$(id -u)" = 0 ] || fail "network namespaces need root"
+  TRIAL=tr$$-check
+  trap 'ip netns delete "$TRIAL" 2>/dev/null || true' EXIT
+  ip netns add "$TRIAL"
+  ip -n "$TRIAL" link add bridge type bridge
+  ip -n "$TRIAL" link add one type veth peer name two
+  nsenter --net="/run/netns/$TRIAL" unshare --mount --uts --pid --fork --kill-child sh -ec \
+    'mount --make-rprivate /; mount -t proc proc /proc; mount -t tmpfs tmpfs /dev/shm; hostname n1'
+}
+
+if [ "${1:-}" = check ]; then check; exit; fi
+[ $# -ge 2 ] || { sed -n '2,15p' "$0" >&2; exit 2; }
 command=$1
 mkdir -p "$2"
 DIR=$(readlink -f "$2")

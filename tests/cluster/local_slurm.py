@@ -65,9 +65,9 @@ class LocalSlurm:
         return [line for line in self.on(node, "ps", "-eo", "args=").splitlines() if not _ITS_OWN.search(line)]
 
     def end_process(self, node: str, command: str) -> None:
-        """SIGKILL the one process on a node whose command line matches `command`."""
-        listed = self.on(node, "ps", "-eo", "pid=,args=").splitlines()
-        found = [line.split(None, 1)[0] for line in listed if re.search(command, line)]
+        """SIGKILL the one process on a node whose command line begins like `command`."""
+        listed = self.on(node, "ps", "-ww", "-eo", "pid=,args=").splitlines()
+        found = [line.split(None, 1)[0] for line in listed if re.match(command, line.split(None, 1)[1])]
         assert len(found) == 1, listed
         self.on(node, "kill", "-KILL", found[0])
 

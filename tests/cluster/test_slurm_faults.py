@@ -39,7 +39,7 @@ def test_a_study_goes_on_through_a_killed_raylet_a_lost_folder_and_a_lost_node(s
     slurm.wait_for_line(job, "3 of 3 nodes ready")
     wait_for_a_candidate_in_flight(slurm)
 
-    slurm.end_process("n3", r"/raylet/raylet ")
+    slurm.end_process("n3", r"\S*/raylet/raylet ")
     slurm.wait_for_line(job, "cluster: lost n3 (its step ended with 1")
     slurm.wait(lambda: slurm.is_empty("n3"), 60)
 
@@ -63,9 +63,9 @@ def test_a_study_goes_on_through_a_killed_raylet_a_lost_folder_and_a_lost_node(s
 @pytest.mark.parametrize(
     ("process", "status"),
     [
-        (r"gcs_server ", "1:0"),
-        (r"-m tinyllm_ray\.tune\.study_process", "1:0"),
-        pytest.param(r"-m tinyllm_ray\.tune --budget", "137:0", marks=pytest.mark.slow),
+        (r"\S*/gcs_server ", "1:0"),
+        (r"\S+ -m tinyllm_ray\.tune\.study_process", "1:0"),
+        pytest.param(r"\S+ -m tinyllm_ray\.tune --budget", "137:0", marks=pytest.mark.slow),
     ],
     ids=["head", "study", "supervisor"],
 )

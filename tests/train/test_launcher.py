@@ -354,6 +354,15 @@ class TestStarter:
         with pytest.raises(AssertionError, match="one candidate at a time"):
             launcher.begin(request_for("complete"))
 
+    def test_where_the_logs_folder_is_away_a_candidate_is_measured_without_its_log(
+        self, launcher: Launcher, request_for: MakeRequest, tmp_path: Path
+    ) -> None:
+        launcher.run(request_for("complete"))
+        (tmp_path / "logs").rename(tmp_path / "away")
+        assert launcher.run(request_for("complete")).fate is Fate.COMPLETE
+        launcher.close()
+        assert launcher.run(request_for("complete")).fate is Fate.COMPLETE, "nor does another starter need it"
+
     def test_what_a_candidate_leaves_behind_goes_with_it(self, launcher: Launcher, request_for: MakeRequest) -> None:
         launcher.begin(request_for("leave a helper"))
         pid = step_until(launcher, "forked")["pid"]

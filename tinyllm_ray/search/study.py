@@ -63,6 +63,7 @@ class Study:
         self._pool = Pool(space)
         self._candidates = Candidates()
         self._results: dict[str, TrialRecord] = {}
+        self._lost: dict[str, TrialRecord] = {}
         self.measured_again: list[TrialRecord] = []
         """Verification's records, oldest first; the search learns nothing from them, so it stays over once it is."""
         self.verification: Verification | None = None  # that has begun
@@ -104,8 +105,8 @@ class Study:
             self.verification.tell(record)
         else:
             self._learn(record)
-            if settles(record, self._cost.records):
-                self._results[record.execution_identity] = record
+            kept = self._results if settles(record, self._cost.records) else self._lost
+            kept[record.execution_identity] = record
 
     def incumbent(self) -> TrialRecord | None:
         """The fastest complete record so far, noise not considered."""
@@ -245,8 +246,8 @@ class Study:
 
     def _start(self, execution: dict[str, Any], stage: str, prediction: Prediction) -> Trial:
         candidate = self._candidates.register(execution)
-        trial = Trial(candidate, stage, prediction)
-        self._running[candidate.execution_identity] = trial
+        trial = self._running[candidate.execution_identity] = Trial(candidate, stage, prediction)
+        self._lost.pop(candidate.execution_identity, None)
         return trial
 
     # What is known
@@ -267,7 +268,7 @@ class Study:
 
     def _status(self, candidate: Candidate) -> CandidateStatus:
         name = candidate.execution_identity
-        if record := self._results.get(name):
+        if record := self._results.get(name) or self._lost.get(name):
             return finished_status(candidate, record)
         trial = self._running.get(name)
         if trial is not None:
