@@ -64,7 +64,7 @@ def test_a_study_goes_on_through_a_killed_raylet_a_lost_folder_and_a_lost_node(s
     ("process", "status"),
     [
         (r"\S*/gcs_server ", "1:0"),
-        (r"\S+ -m tinyllm_ray\.tune\.study_process", "1:0"),
+        pytest.param(r"\S+ -m tinyllm_ray\.tune\.study_process", "1:0", marks=pytest.mark.slow),
         pytest.param(r"\S+ -m tinyllm_ray\.tune --budget", "137:0", marks=pytest.mark.slow),
     ],
     ids=["head", "study", "supervisor"],
@@ -83,12 +83,17 @@ def test_a_dead_head_or_driver_ends_the_job_with_its_report(slurm: LocalSlurm, p
     slurm.wait(lambda: slurm.is_empty("n1", "n2"), 60)
 
 
-def test_a_full_tmp_costs_no_record(built_root: Path) -> None:
+@pytest.mark.slow
+def test_a_full_tmp_costs_nothing(built_root: Path) -> None:
     with booted(nodes=1, cpus=2, gpus=0, cache=built_root, tmp_mb=300) as slurm:
         prepare(slurm)
         job = begin(slurm, nodes=1)
         wait_for_a_candidate_in_flight(slurm)
+        before = len(records(slurm))
         slurm.on("n1", "sh", "-c", "cat /dev/zero > /tmp/full || true")
-        slurm.ended(job)
-        print(slurm.log(job).read_text())
+        slurm.wait(lambda: len(records(slurm)) >= before + 2, 200)
+        slurm.login("scancel", "--batch", "--signal=USR1", job)
+        assert slurm.ended(job) == "FAILED"
+        assert slurm.field(job, "ExitCode") == "143:0", slurm.log(job).read_text()
+        assert {record.fate for record in records(slurm)} == {Fate.COMPLETE}
         assert_every_record_stands(slurm)

@@ -81,5 +81,6 @@ def run(
         say(f"cluster: not ended by the kernel yet: {', '.join(left)}", sys.stderr)
     if process.returncode < 0 and not received:
         say(f"cluster: the command was ended by {signal.Signals(-process.returncode).name}", sys.stderr)
-    status = process.returncode if process.returncode >= 0 else 128 - process.returncode
-    return status or (EXIT_BUG if head in lost else 0)
+    if head in lost and not received:
+        return EXIT_BUG  # whatever the command made of being told to end
+    return process.returncode if process.returncode >= 0 else 128 - process.returncode

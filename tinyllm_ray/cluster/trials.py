@@ -29,6 +29,10 @@ _FORCED_CLEANUP_SECONDS = "2"
 """How long Tune waits for an actor that does not stop; the default waits for ever."""
 
 
+_NEVER_SECONDS = "1000000000"
+"""Between two snapshots of Tune's own state, which nobody reads; a full disk would end the study at the next one."""
+
+
 class Driver(Protocol):
     """Decides what is measured; its methods are called from Tune's loop, one at a time."""
 
@@ -49,7 +53,7 @@ class Driver(Protocol):
 def run_trials(
     driver: Driver, connection: Connection, logs: Path, storage: Path, range_servers: str | None = None
 ) -> str | None:
-    """Run candidates until `driver` is finished, or until no node is left that could; then says so, else None.
+    """Run candidates until `driver` is finished, or until nothing is left that could; then says so, else None.
 
     Every trial asks Ray for the same: a GPU and its share of the node's cores, or a node's cores where no GPU is.
     `logs` gets a file a candidate, `storage` what Tune keeps for itself; `range_servers` names the
@@ -61,6 +65,7 @@ def run_trials(
         TUNE_FORCE_TRIAL_CLEANUP_S=_FORCED_CLEANUP_SECONDS,
         TUNE_DISABLE_SIGINT_HANDLER="1",
         RAY_AIR_NEW_OUTPUT="0",
+        TUNE_GLOBAL_CHECKPOINT_S=_NEVER_SECONDS,
     )
     room = Room(resources(connection))
     first = driver.ask()
@@ -85,7 +90,10 @@ def run_trials(
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
         ),
     )
-    tuner.fit()
+    try:
+        tuner.fit()
+    except OSError as error:  # Tune keeps files of its own on this node
+        room.reason = f"Ray Tune cannot go on: {error}"
     searcher.lose_the_rest()
     return room.reason
 
