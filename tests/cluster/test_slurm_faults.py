@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from local_slurm import LocalSlurm, booted
-from slurm_studies import STUDY, prepare, records, running, summary, wait_for_a_candidate_in_flight
+from slurm_studies import SPACE, STUDY, prepare, records, running, summary, wait_for_a_candidate_in_flight
 
 from tinyllm_ray.records import Fate
 
@@ -97,3 +97,16 @@ def test_a_full_tmp_costs_nothing(built_root: Path) -> None:
         assert slurm.field(job, "ExitCode") == "143:0", slurm.log(job).read_text()
         assert {record.fate for record in records(slurm)} == {Fate.COMPLETE}
         assert_every_record_stands(slurm)
+
+
+@pytest.mark.slow
+def test_nodes_that_cannot_help_any_more_are_handed_back(slurm: LocalSlurm) -> None:
+    (slurm.work / "space.yaml").write_text(SPACE.replace(", sdpa_backend: [auto, math]", ""))
+    job = begin(slurm, nodes=3)
+    slurm.wait_for_line(job, "cluster: handed back n")
+    slurm.wait(lambda: int(slurm.field(job, "NumNodes")) < 3, 60)
+    assert slurm.ended(job) == "COMPLETED", slurm.log(job).read_text()
+    assert "cluster: lost" not in slurm.log(job).read_text()
+    assert len(records(slurm)) == 2
+    assert {record.fate for record in records(slurm)} == {Fate.COMPLETE}
+    slurm.wait(lambda: slurm.is_empty("n1", "n2", "n3"), 60)
