@@ -27,7 +27,7 @@ def test_soft_limits_are_raised_as_far_as_needed() -> None:
 
 
 def test_a_hard_limit_that_is_too_low_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"^ulimit -u is 512 here, and Ray wants 2048 or more"):
+    with pytest.raises(ConfigError, match=r"^ulimit -u is 512 here, and Ray wants 1024 or more"):
         after((512, 512), MUCH)
     with pytest.raises(ConfigError, match=r"^ulimit -n is 1024 here"):
         after(MUCH, (1024, 1024))

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 from tinyllm_ray.errors import ConfigError
 
-LEAST_PROCESSES = 2048
-"""Ray's own processes have about 400 threads a node, its prefetch actor and every trial's actor 100 each, a candidate
-with a compiler's pool some more; threads count as processes."""
+LEAST_PROCESSES = 1024
+"""Threads count: Ray 2.60's own processes on a head have 390 on two cores, a prefetch actor, a trial's actor and the
+driver 25 to 30 each; a compiler's processes come on top."""
 LEAST_FILES = 4096
 
 _Limits = tuple[int, int]
