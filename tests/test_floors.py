@@ -26,6 +26,8 @@ STANDARD_LIBRARY_ONLY = (
     "tune.supervisor",
     "tune.channel",
     "tune.mirror",
+    "tune.sessions",
+    "tune.terminal",
     "tune.processes",
 )
 """What the supervisor runs on: its clock starts before anything slow is imported."""

@@ -89,8 +89,11 @@ def assert_nothing_is_left(slurm: LocalSlurm, job: int) -> None:
 
 def test_both_nodes_have_what_slurm_gave_and_strangers_stay_outside(slurm: LocalSlurm) -> None:
     size = ("--nodes", 2, "--cpus-per-node", 2, "--gpus-per-node", 1, "--memory-per-node", "2G", "--time", 5)
+    stale = "/tmp/ray/ray_current_cluster"  # a dead cluster's, in a folder that somebody else made
+    slurm.on("n1", "sh", "-c", f"mkdir -m 755 /tmp/ray && echo 10.0.0.9:6379 >{stale}")
     job = slurm.submit(*size, "--", "look_around.py")
     assert slurm.ended(job) == "COMPLETED", slurm.log(job).read_text()
+    assert slurm.on("n1", "cat", stale) == "10.0.0.9:6379\n"
     (line,) = [line for line in slurm.log(job).read_text().splitlines() if line.startswith("SAW ")]
     saw = json.loads(line.removeprefix("SAW "))
     given = [2, 1, (2048 - 128) * 2**20]  # of 4 processors, 2 GPUs and 6,000 MB
@@ -174,6 +177,7 @@ def test_scancel_leaves_no_process(slurm: LocalSlurm) -> None:
     slurm.wait(lambda: not any(slurm.processes(node) for node in NODES), 20)
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_leaves_no_process(slurm: LocalSlurm) -> None:
     job = slurm.submit("--nodes", 2, "--cpus-per-node", 2, "--time", 5, "--", "stubborn.py")
     slurm.wait_for_line(job, "the command runs")
@@ -191,7 +195,7 @@ def test_the_time_limit_leaves_no_process(slurm: LocalSlurm) -> None:
     slurm.wait(lambda: not any(slurm.processes(node) for node in NODES), 20)
 
 
-@pytest.mark.parametrize("least", [1, 2])
+@pytest.mark.parametrize("least", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_missing_node_is_named(failing_slurm: LocalSlurm, least: int) -> None:
     slurm = failing_slurm
     size = ("--nodes", 2, "--cpus-per-node", 2, "--time", 5, "--min-nodes", least)

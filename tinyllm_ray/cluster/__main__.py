@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tinyllm_ray.cluster import jobs
+from tinyllm_ray.cluster.account_command import account_command
 from tinyllm_ray.cluster.submit import add_options, script_of
 from tinyllm_ray.command import Parser, examples_of, exit_status, say
 from tinyllm_ray.errors import EXIT_DONE, ConfigError
@@ -22,6 +23,7 @@ _EPILOG = """examples:
   python -m tinyllm_ray.cluster logs 1234 --follow
   python -m tinyllm_ray.cluster dashboard 1234
   python -m tinyllm_ray.cluster cancel 1234
+  python -m tinyllm_ray.cluster account 1234
 
 exit status: 0 done; 1 a fault of the program; 2 a mistake in the request, or Slurm refuses it. The job's own is that of
 the command it runs, 3 where not enough nodes came up
@@ -37,6 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         "logs": _logs,
         "cancel": _cancel,
         "dashboard": _dashboard,
+        "account": lambda options: account_command(options.what, options.json),
     }
 
     def run() -> int:
@@ -68,6 +71,9 @@ def build_parser() -> Parser:
     add("cancel", "End a job.").add_argument("job", type=int)
     dashboard = add("dashboard", "Print how to reach Ray's dashboard from your own machine.")
     dashboard.add_argument("job", type=int)
+    account = add("account", "Say what a job's GPU seconds went to, how it ended, and the energy it took.")
+    account.add_argument("what", metavar="JOB|OUT", help="a job's number, or a study's folder")
+    account.add_argument("--json", action="store_true", help="for programs: one JSON object")
     dashboard.add_argument("--login", metavar="HOST", help="the host to go through to the nodes")
     return parser
 

@@ -27,6 +27,7 @@ from typing import Any
 
 from tinyllm_ray.cluster.addresses import PORTS_A_JOB, address_towards, free_ports, is_free, own_address
 from tinyllm_ray.cluster.descendants import adopt_orphans, descendants, end_descendants, reap
+from tinyllm_ray.cluster.limits import make_room
 from tinyllm_ray.errors import EXIT_BUG, EXIT_DONE, EXIT_SIGTERM, ConfigError, TinyllmRayError
 
 OBJECT_STORE_MIB = 128
@@ -73,6 +74,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     adopt_orphans()
     try:
+        make_room()
         with _Folder(node) as folder:
             token = folder.write_token(sys.stdin.buffer.readline())
             _say(event="ready", node=node.name, **_start(node, folder.path, token))

@@ -27,6 +27,8 @@ from tinyllm_ray.tune.processes import drop_helper, start_helper
 from tinyllm_ray.tune.sessions import SESSIONS, SIGN_OF_LIFE_SECONDS, write_session
 
 JOURNAL_NAME = "trials.jsonl"
+MEMORY = Path("/dev/shm")
+"""Where a journal goes on when its disk is full: it survives all processes there, though not the node."""
 
 _LOOK_SECONDS = 0.5
 
@@ -39,7 +41,8 @@ class MirroredJournal:
 
         `session` is a name used once, `began` its begin on time.monotonic.
         """
-        self.path = _local_folder(folder, study) / f"{session}.jsonl"
+        self._lock = _local_folder(folder, study)
+        self.path = self._lock / f"{session}.jsonl"
         self.target = out / JOURNAL_NAME
         self._began = began
         while not self.path.exists():
@@ -49,11 +52,15 @@ class MirroredJournal:
         self._start_helper()
 
     def append(self, records: list[dict[str, Any]]) -> None:
-        """Returns when all are on the disk."""
+        """Returns when all are on the disk; in memory where the disk takes no more."""
         try:
             journal.append_lines(self.path, records)
         except OSError as error:
-            raise TinyllmRayError(f"{self.path} cannot be written: {error}; TMPDIR names the folder for it") from error
+            try:
+                self._move_to_memory(records)
+            except OSError:
+                words = f"{self.path} cannot be written: {error}; TMPDIR names the folder for it"
+                raise TinyllmRayError(words) from error
         if self._was_killed():
             self._start_helper()
 
@@ -77,8 +84,22 @@ class MirroredJournal:
         drop_helper(self._helper)
         return None if status == 0 else problem or f"the process that copies was ended ({status})"
 
+    def _move_to_memory(self, records: list[dict[str, Any]]) -> None:
+        """Go on there with all that stands on the disk, and free that. Raises OSError where that cannot be."""
+        disk = self.path
+        path = _local_folder(_own_folder(MEMORY), self._lock.name) / disk.name
+        if path == disk:
+            raise OSError("memory is full as well")
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        drop_helper(self._helper)
+        present = journal.read_lines(disk)
+        journal.append_lines(path, present + [record for record in records if record not in present])
+        self.path = path
+        disk.unlink()
+        self._start_helper()
+
     def _start_helper(self) -> None:
-        arguments = (str(self.path), str(self.target), repr(self._began))
+        arguments = (str(self.path), str(self.target), repr(self._began), str(self._lock))
         self._helper = start_helper(mirror, *arguments, stderr=subprocess.PIPE)
 
     def _was_killed(self) -> bool:
@@ -113,24 +134,35 @@ def all_records(study: str, out: Path) -> list[dict[str, Any]]:
     the local files between the two looks is in OUT by the second.
     """
     # One that is removed between the two holds none.
-    local = [entry for path in _journals(_local_folder(private_folder(), study)) for entry in journal.read_lines(path)]
+    local = [entry for path in _journals(study) for entry in journal.read_lines(path)]
     present = journal.read_lines(out / JOURNAL_NAME)
     return present + [entry for entry in local if entry not in present]
 
 
 def private_folder() -> Path:
     """Node-local folder for journals, nobody else's to write. Raises ConfigError where there is none."""
-    folder = Path(tempfile.gettempdir()) / f"tinyllm_ray-{os.getuid()}"
+    place = Path(tempfile.gettempdir())
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.lstat()
-        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
-            folder.chmod(0o700)
-            return folder
-        problem = "is not a folder of yours"
+        return _own_folder(place)
     except OSError as error:
-        problem = f"cannot be made: {error.strerror}"
-    raise ConfigError(f"{folder} {problem}, and records are kept there first; set TMPDIR to another folder")
+        raise ConfigError(
+            f"{place / _name()} cannot be used: {error.strerror or error}, and records are kept there first; "
+            "set TMPDIR to another folder"
+        ) from None
+
+
+def _own_folder(place: Path) -> Path:
+    folder = place / _name()
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise OSError("it is not a folder of yours")
+    folder.chmod(0o700)
+    return folder
+
+
+def _name() -> str:
+    return f"tinyllm_ray-{os.getuid()}"
 
 
 def _local_folder(folder: Path, study: str) -> Path:
@@ -138,23 +170,32 @@ def _local_folder(folder: Path, study: str) -> Path:
     return folder / study
 
 
-def _journals(folder: Path) -> list[Path]:
+def _folders(study: str) -> list[Path]:
+    """Where sessions of a study may have left journals on this machine."""
+    memory = MEMORY / _name()
+    with contextlib.suppress(OSError):
+        if memory.lstat().st_uid == os.getuid():
+            return [_local_folder(private_folder(), study), _local_folder(memory, study)]
+    return [_local_folder(private_folder(), study)]
+
+
+def _journals(study: str) -> list[Path]:
     """Of a study's sessions on this machine, by their last records, oldest first."""
     changed = {}
-    for path in folder.glob("*.jsonl"):
+    for path in [path for folder in _folders(study) for path in folder.glob("*.jsonl")]:
         with contextlib.suppress(FileNotFoundError):
             changed[path] = path.stat().st_mtime_ns
     return sorted(changed, key=lambda path: changed[path])
 
 
-def mirror(journal_file: str, target_file: str, began: str) -> None:
+def mirror(journal_file: str, target_file: str, began: str, lock_folder: str) -> None:
     """The helper: bring every line of the journal to OUT's file, until stdin ends and all are there.
 
     What earlier sessions left beside the journal is brought first. One at a time: that of a session whose supervisor
     was killed may be copying its last lines. A word on stdin says that the session closes by itself.
     """
     own, target = Path(journal_file), Path(target_file)
-    fcntl.flock(os.open(own.parent, os.O_RDONLY), fcntl.LOCK_EX)
+    fcntl.flock(os.open(lock_folder, os.O_RDONLY), fcntl.LOCK_EX)
     position, left_behind, noted, closes, ended = 0, True, -math.inf, False, False
     while True:
         if select.select([0], [], [], _LOOK_SECONDS)[0]:
@@ -176,15 +217,16 @@ def mirror(journal_file: str, target_file: str, began: str) -> None:
             if position and not target.exists():
                 sys.exit("the folder was removed")
             own.unlink()
-            with contextlib.suppress(OSError):  # another session's journal is there
-                own.parent.rmdir()
+            for folder in {own.parent, *_folders(own.parent.name)}:
+                with contextlib.suppress(OSError):  # another session's journal is there
+                    folder.rmdir()
             return
 
 
 def _bring_what_is_left(own: Path, target: Path) -> None:
     """Bring the records of earlier sessions, oldest first, and remove what they left."""
     journal.remove_torn(target.parent / SESSIONS)
-    for path in _journals(own.parent):
+    for path in _journals(own.parent.name):
         if path != own:
             _copy_lines(path, target, 0)
             path.unlink()

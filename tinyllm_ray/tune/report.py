@@ -21,8 +21,8 @@ from tinyllm_ray.tune.budget import SUMMARY
 from tinyllm_ray.tune.driver import StudyDriver
 from tinyllm_ray.tune.folder import SELECTED
 from tinyllm_ray.tune.page.maker import PAGE, PageMaker
-from tinyllm_ray.tune.promise import build_promise, drop_compiled
 from tinyllm_ray.tune.processes import STUDY_VARIABLE
+from tinyllm_ray.tune.promise import build_promise, drop_compiled
 from tinyllm_ray.tune.sessions import with_trials
 
 
