@@ -26,6 +26,7 @@ from tinyllm_ray.cluster.descendants import adopt_orphans, die_with_parent, end_
 from tinyllm_ray.cluster.jobs import RECORD, ask_slurm, log_folder
 from tinyllm_ray.cluster.node import Node, ray_environment
 from tinyllm_ray.cluster.nodes import Share, job_field, parse_shares
+from tinyllm_ray.cluster.numa_memory import bind_host_memory
 from tinyllm_ray.cluster.steps import Steps
 from tinyllm_ray.command import Parser, exit_status, say
 from tinyllm_ray.errors import EXIT_BUG, ConfigError, NoResultError
@@ -49,6 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     for number in GRACE_SECONDS:
         signal.signal(number, lambda number, frame: received.append(number))
     adopt_orphans()
+    bind_host_memory()  # for the command, which inherits it
     try:
         return exit_status(lambda: launch(options, received))
     except Ended:

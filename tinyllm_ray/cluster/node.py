@@ -27,6 +27,7 @@ from typing import Any
 
 from tinyllm_ray.cluster.addresses import PORTS_A_JOB, address_towards, free_ports, is_free, own_address
 from tinyllm_ray.cluster.descendants import adopt_orphans, descendants, end_descendants, reap
+from tinyllm_ray.cluster.numa_memory import bind_host_memory
 from tinyllm_ray.errors import EXIT_BUG, EXIT_DONE, EXIT_SIGTERM, ConfigError, TinyllmRayError
 
 OBJECT_STORE_MIB = 128
@@ -75,7 +76,8 @@ def main(arguments: list[str]) -> int:
     try:
         with _Folder(node) as folder:
             token = folder.write_token(sys.stdin.buffer.readline())
-            _say(event="ready", node=node.name, **_start(node, folder.path, token))
+            memory = bind_host_memory()  # Ray's processes inherit it
+            _say(event="ready", node=node.name, memory=memory, **_start(node, folder.path, token))
             return _stay(told)
     except TinyllmRayError as error:
         _say(event="failed", node=node.name, reason=str(error))
