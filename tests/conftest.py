@@ -50,7 +50,10 @@ def _no_slurm(config: pytest.Config) -> str | None:
     missing = [name for name in ("slurmctld", "slurmd", "munged", "ip", "nsenter") if shutil.which(name) is None]
     if missing:
         return f"no {', '.join(missing)}: apt-get install slurm-wlm slurm-client munge iproute2"
-    return None if os.getuid() == 0 else "network namespaces need root"
+    script = Path(__file__).parents[1] / "cluster" / "local_slurm.sh"
+    done = subprocess.run([script, "check"], text=True, capture_output=True, check=False)
+    words = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+    return f"no namespaces for the nodes of a Slurm: {words[-1]}" if done.returncode else None
 
 
 def _has_gpu() -> bool:

@@ -1,5 +1,6 @@
 """A Slurm of several nodes on this machine, and what its tests ask of it."""
 
+import os
 import re
 import subprocess
 import sys
@@ -61,10 +62,19 @@ class LocalSlurm:
 
     def processes(self, node: str) -> list[str]:
         """Command lines of all processes on a node but Slurm's daemon."""
-        listed = subprocess.run(
-            [SCRIPT, "on", self.folder, node, "ps", "-eo", "args="], text=True, capture_output=True, check=True
-        )
-        return [line for line in listed.stdout.splitlines() if not _ITS_OWN.search(line)]
+        return [line for line in self.on(node, "ps", "-eo", "args=").splitlines() if not _ITS_OWN.search(line)]
+
+    def end_process(self, node: str, command: str) -> None:
+        """SIGKILL the one process on a node whose command line begins like `command`."""
+        listed = self.on(node, "ps", "-ww", "-eo", "pid=,args=").splitlines()
+        found = [line.split(None, 1)[0] for line in listed if re.match(command, line.split(None, 1)[1])]
+        assert len(found) == 1, listed
+        self.on(node, "kill", "-KILL", found[0])
+
+    def on(self, node: str, *command: str) -> str:
+        """Standard output of a command on a node."""
+        words = [str(SCRIPT), "on", str(self.folder), node, *command]
+        return subprocess.run(words, text=True, capture_output=True, check=True).stdout
 
     def files(self, node: str) -> list[str]:
         """Names in a node's own /tmp."""
@@ -72,6 +82,10 @@ class LocalSlurm:
 
     def kill(self, node: str) -> None:
         subprocess.run([SCRIPT, "kill", self.folder, node], check=True)
+
+    def is_empty(self, *nodes: str) -> bool:
+        """Whether nothing runs on the nodes but Slurm's daemons."""
+        return not any(self.processes(node) for node in nodes)
 
     @staticmethod
     def wait(condition: Callable[[], bool], seconds: float) -> None:
@@ -83,13 +97,18 @@ class LocalSlurm:
 
 
 @contextmanager
-def booted(nodes: int, cpus: int, gpus: int, cache: Path) -> Iterator[LocalSlurm]:
-    """While entered, a Slurm with nodes n1, n2, ...; it and all of its processes are gone afterwards."""
+def booted(nodes: int, cpus: int, gpus: int, cache: Path, tmp_mb: int | None = None) -> Iterator[LocalSlurm]:
+    """While entered, a Slurm with nodes n1, n2, ...; it and all of its processes are gone afterwards.
+
+    A node's /tmp holds `tmp_mb`; as much as this machine's disk where nothing is said.
+    """
     # Not in a test's own folder: a socket's path is short, and nodes have a /tmp of their own.
     folder = Path(tempfile.mkdtemp(prefix="tinyllm-slurm-", dir="/var/tmp"))
     shared = [str(path) for path in (ROOT, Path(sys.prefix), Path(sys.base_prefix), cache)]
     try:
-        subprocess.run([SCRIPT, "start", folder, *map(str, (nodes, cpus, gpus)), *shared], check=True)
+        environment = os.environ | ({} if tmp_mb is None else {"TMP_MB": str(tmp_mb)})
+        command = [SCRIPT, "start", folder, *map(str, (nodes, cpus, gpus)), *shared]
+        subprocess.run(command, env=environment, check=True)
         slurm = LocalSlurm(folder, (f"TINYLLM_RAY_CACHE={cache}", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1"))
         slurm.work.mkdir()
         yield slurm

@@ -6,7 +6,8 @@ import pytest
 
 from tinyllm_ray.allocation import END_VARIABLE
 from tinyllm_ray.clock import Deadline
-from tinyllm_ray.cluster.launch import Ended, build_parser, driver_environment, gather, launch, program
+from tinyllm_ray.cluster.driver import driver_environment
+from tinyllm_ray.cluster.launch import Ended, build_parser, gather, launch, program
 from tinyllm_ray.cluster.node import Node
 from tinyllm_ray.cluster.steps import Steps, step_command
 from tinyllm_ray.errors import ConfigError, NoResultError

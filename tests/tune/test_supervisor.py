@@ -1,5 +1,6 @@
 """The supervisor against children that misbehave: real processes, real signals, real time."""
 
+import errno
 import fcntl
 import json
 import os
@@ -10,7 +11,7 @@ import tempfile
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import tinyllm_ray
 from tinyllm_ray import journal
 from tinyllm_ray.clock import Deadline
 from tinyllm_ray.errors import ConfigError
-from tinyllm_ray.tune import supervisor
+from tinyllm_ray.tune import mirror, supervisor
 from tinyllm_ray.tune.mirror import MirroredJournal, leftover_records, private_folder
 from tinyllm_ray.tune.processes import STUDY_VARIABLE, end_processes
 from tinyllm_ray.tune.supervisor import Outcome, process_age_seconds, supervise
@@ -432,6 +433,45 @@ def test_resuming_brings_what_the_last_run_could_not(out: Path, tmp_path: Path) 
     assert leftover_records("study", out) == []
 
 
+def test_where_the_disk_is_full_the_journal_goes_on_in_memory(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror, "MEMORY", tmp_path)
+    disk, append = private_folder(), journal.append_lines
+
+    def full(path: Path, entries: Iterable[dict[str, Any]]) -> None:
+        if path.is_relative_to(disk):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append(path, entries)
+
+    records = MirroredJournal(disk, "study", out)
+    records.append([{"number": 1}])
+    with monkeypatch.context() as patch:
+        patch.setattr(journal, "append_lines", full)
+        records.append([{"number": 2}])
+        records.append([{"number": 3}])
+        assert records.path.is_relative_to(tmp_path)
+        # As after a crash: the next session finds them there.
+        assert leftover_records("study", tmp_path / "empty") == [{"number": number} for number in (1, 2, 3)]
+    assert records.finish(10, lambda: False) is None
+    assert numbers(out / "trials.jsonl") == [1, 2, 3]
+    assert leftover_records("study", tmp_path / "empty") == []
+
+
+def test_records_left_in_memory_are_brought_by_the_next_session(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror, "MEMORY", tmp_path)
+    left = tmp_path / private_folder().name / "study" / "trials.jsonl"
+    left.parent.mkdir(parents=True)
+    journal.append_lines(left, [{"number": 1}, {"number": 2}])
+    records = MirroredJournal(private_folder(), "study", out)
+    records.append([{"number": 3}])
+    assert records.finish(10, lambda: False) is None
+    assert numbers(out / "trials.jsonl") == [1, 2, 3]
+    assert not left.exists()
+
+
 def test_the_journal_folder_must_be_ours(node_local: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     node_local.symlink_to(tmp_path / "elsewhere")
@@ -542,7 +582,7 @@ def test_the_second_signal_kills_at_once(supervising: Callable[..., Supervising]
     one.signal(signal.SIGINT)
     assert wait_until((out / "asked").exists)
     begin = time.monotonic()
-    one.signal(signal.SIGINT)
+    one.signal(signal.SIGTERM)  # another one; the same within a second would be the same wish
     assert one.end()[0] == 130
     assert time.monotonic() - begin < 10  # the grace, which it does not wait for, is 20 s
     assert running(tag) == []

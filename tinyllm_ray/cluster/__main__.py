@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tinyllm_ray.cluster import jobs
+from tinyllm_ray.cluster.account_command import account_command
 from tinyllm_ray.cluster.selfcheck_command import add_selfcheck, selfcheck
 from tinyllm_ray.cluster.submit import add_options, script_of
 from tinyllm_ray.command import Parser, exit_status, say
@@ -24,6 +25,7 @@ _EPILOG = """examples:
   python -m tinyllm_ray.cluster dashboard 1234
   python -m tinyllm_ray.cluster cancel 1234
   python -m tinyllm_ray.cluster selfcheck
+  python -m tinyllm_ray.cluster account 1234
 
 exit status: 0 done; 1 a fault of the program; 2 a mistake in the request, or Slurm refuses it. The job's own is that of
 the command it runs, 3 where not enough nodes came up; selfcheck's is 3 where a check fails
@@ -40,6 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
         "cancel": _cancel,
         "dashboard": _dashboard,
         "selfcheck": selfcheck,
+        "account": lambda options: account_command(options.what, options.json),
     }
 
     def run() -> int:
@@ -70,6 +73,9 @@ def build_parser() -> Parser:
     add("cancel", "End a job.").add_argument("job", type=int)
     dashboard = add("dashboard", "Print how to reach Ray's dashboard from your own machine.")
     dashboard.add_argument("job", type=int)
+    account = add("account", "Say what a job's GPU seconds went to, how it ended, and the energy it took.")
+    account.add_argument("what", metavar="JOB|OUT", help="a job's number, or a study's folder")
+    account.add_argument("--json", action="store_true", help="for programs: one JSON object")
     dashboard.add_argument("--login", metavar="HOST", help="the host to go through to the nodes")
     add_selfcheck(add("selfcheck", "Check this machine before a study spends an allocation on it."))
     return parser

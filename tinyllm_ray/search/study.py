@@ -33,12 +33,10 @@ from tinyllm_ray.search.pool import Pool
 from tinyllm_ray.search.priors import Priors
 from tinyllm_ray.search.rates import fastest, ranked
 from tinyllm_ray.search.ruled_out import hopeless, out_of_memory
+from tinyllm_ray.search.settled import MEASURED_AGAIN, settles
 from tinyllm_ray.search.verdict import THROUGHPUT, Selection, select
 from tinyllm_ray.search.verified import Verified
 from tinyllm_ray.search.verifier import Verification, Verifier, reserved_seconds
-
-MEASURED_AGAIN = frozenset({Fate.TIMED_OUT, Fate.LOST})
-"""Fates that say nothing about a candidate once the study is resumed: with more time, on a sound node, it may do."""
 
 _FEW = 3
 """Of the best: measured executions around which a large space is searched, and candidates shown that did not fit."""
@@ -65,6 +63,7 @@ class Study:
         self._pool = Pool(space)
         self._candidates = Candidates()
         self._results: dict[str, TrialRecord] = {}
+        self._lost: dict[str, TrialRecord] = {}
         self.measured_again: list[TrialRecord] = []
         """Verification's records, oldest first; the search learns nothing from them, so it stays over once it is."""
         self.verification: Verification | None = None  # that has begun
@@ -106,7 +105,8 @@ class Study:
             self.verification.tell(record)
         else:
             self._learn(record)
-            self._results[record.execution_identity] = record
+            kept = self._results if settles(record, self._cost.records) else self._lost
+            kept[record.execution_identity] = record
 
     def incumbent(self) -> TrialRecord | None:
         """The fastest complete record so far, noise not considered."""
@@ -246,8 +246,8 @@ class Study:
 
     def _start(self, execution: dict[str, Any], stage: str, prediction: Prediction) -> Trial:
         candidate = self._candidates.register(execution)
-        trial = Trial(candidate, stage, prediction)
-        self._running[candidate.execution_identity] = trial
+        trial = self._running[candidate.execution_identity] = Trial(candidate, stage, prediction)
+        self._lost.pop(candidate.execution_identity, None)
         return trial
 
     # What is known
@@ -268,7 +268,7 @@ class Study:
 
     def _status(self, candidate: Candidate) -> CandidateStatus:
         name = candidate.execution_identity
-        if record := self._results.get(name):
+        if record := self._results.get(name) or self._lost.get(name):
             return finished_status(candidate, record)
         trial = self._running.get(name)
         if trial is not None:

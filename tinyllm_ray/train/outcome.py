@@ -51,6 +51,9 @@ def judge(candidate: RunningCandidate, event: Mapping[str, Any]) -> tuple[Fate, 
     if candidate.error is not None:
         fate = Fate.OUT_OF_MEMORY if candidate.error["out_of_memory"] else Fate.FAILED
         return fate, candidate.error["reason"]
+    if event.get("status") == -signal.SIGTERM and candidate.result is None:
+        # Nobody here sends it: a job that is preempted, or a node that shuts down. The candidate has no part in that.
+        return Fate.LOST, f"ended by SIGTERM from outside during {candidate.stage}"
     if event["event"] == "starter_ended":
         return Fate.FAILED, "the starter process ended; its log is starter.log"
     if candidate.result is None:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tinyllm_ray import journal
 from tinyllm_ray.clock import Deadline
 from tinyllm_ray.config import Config, identity
 from tinyllm_ray.data.cache import TokenCache
@@ -23,6 +22,7 @@ from tinyllm_ray.search.study import Study
 from tinyllm_ray.train.outcome import RunningCandidate, build_record
 from tinyllm_ray.train.recipe import learning_rate_sum
 from tinyllm_ray.train.trial import TrialRequest
+from tinyllm_ray.tune.late_files import LateFiles
 from tinyllm_ray.tune.live import Row
 
 _LEAST_LIMIT_SECONDS = 120.0
@@ -63,7 +63,7 @@ class StudyDriver:
         self._study_id = study_id
         self._config = config
         self._cache = cache
-        self._out = out
+        self._files = LateFiles(out)
         self._deadline = deadline
         self.shown: Sequence[Row] = ()
         """The rows as of the last event, for a display: it holds a lock of its own, and must not wait for this one."""
@@ -84,6 +84,7 @@ class StudyDriver:
             self.end = self.end or end
             self._interrupted = interrupted
             self._running.clear()
+            self._files.catch_up()
 
     @property
     def finished(self) -> bool:
@@ -164,7 +165,7 @@ class StudyDriver:
         candidate = trial.candidate
         config = self._config.with_execution(candidate.execution)
         path = Path("candidates") / f"{candidate.id}.yaml"
-        journal.write_atomically(self._out / path, config.to_yaml().encode())
+        self._files.write(path, config.to_yaml().encode())
         protocol = trial.protocol or self.study.protocol
         limit = max(_LEAST_LIMIT_SECONDS, _LIMIT_OVER_UPPER * trial.prediction.upper_seconds)
         request = TrialRequest(

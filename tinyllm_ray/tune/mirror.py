@@ -24,6 +24,8 @@ from tinyllm_ray.errors import ConfigError, TinyllmRayError
 from tinyllm_ray.tune.processes import drop_helper, start_helper
 
 JOURNAL_NAME = "trials.jsonl"
+MEMORY = Path("/dev/shm")
+"""Where a journal goes on when its disk is full: it survives all processes there, though not the node."""
 
 
 class MirroredJournal:
@@ -33,16 +35,41 @@ class MirroredJournal:
         """`folder` is `private_folder()`; what an earlier run of `study` could not bring to OUT still stands there."""
         self.path = _local_path(folder, study)
         self.target = out / JOURNAL_NAME
+        self._study = study
+        self._left: list[Path] = []
         self.path.parent.mkdir(mode=0o700, exist_ok=True)
         self.path.touch()
         self._helper = start_helper(mirror, str(self.path), str(self.target), stderr=subprocess.PIPE)
+        if left := _left_in_memory(study):
+            known = journal.read_lines(self.path)
+            self.append([entry for entry in left if entry not in known])
 
     def append(self, records: list[dict[str, Any]]) -> None:
-        """Returns when all are on the disk."""
+        """Returns when all are on the disk; in memory where the disk takes no more."""
         try:
             journal.append_lines(self.path, records)
         except OSError as error:
-            raise TinyllmRayError(f"{self.path} cannot be written: {error}; TMPDIR names the folder for it") from error
+            try:
+                self._move_to_memory(records)
+            except OSError:
+                words = f"{self.path} cannot be written: {error}; TMPDIR names the folder for it"
+                raise TinyllmRayError(words) from error
+
+    def _move_to_memory(self, records: list[dict[str, Any]]) -> None:
+        """Go on there, with all that stands on the disk. Raises OSError where that cannot be."""
+        path = _local_path(_own_folder(MEMORY), self._study)
+        if path == self.path:
+            raise OSError("memory is full as well")
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        there = journal.read_lines(path)
+        for record in [*journal.read_lines(self.path), *records]:
+            if record not in there:
+                there.append(record)
+                journal.append_line(path, record)
+        drop_helper(self._helper)
+        self._left.append(self.path)
+        self.path = path
+        self._helper = start_helper(mirror, str(self.path), str(self.target), stderr=subprocess.PIPE)
 
     def finish(self, seconds: float, hurry: Callable[[], bool]) -> str | None:
         """Wait until OUT holds every record, then remove the local file; else why it does not, and the file stays."""
@@ -56,31 +83,52 @@ class MirroredJournal:
         drop_helper(self._helper)
         if status != 0:
             return problem
-        self.path.unlink()
-        with contextlib.suppress(OSError):  # somebody put something else there
-            self.path.parent.rmdir()
+        for path in {*self._left, self.path, _local_path(MEMORY / _name(), self._study)}:
+            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # somebody put something else there
+                path.parent.rmdir()
         return None
 
 
 def leftover_records(study: str, out: Path) -> list[dict[str, Any]]:
     """For a study that resumes: records of its earlier run that OUT never got; the supervisor brings them there now."""
     present = journal.read_lines(out / JOURNAL_NAME)
-    return [entry for entry in journal.read_lines(_local_path(private_folder(), study)) if entry not in present]
+    left = journal.read_lines(_local_path(private_folder(), study))
+    left += [entry for entry in _left_in_memory(study) if entry not in left]
+    return [entry for entry in left if entry not in present]
+
+
+def _left_in_memory(study: str) -> list[dict[str, Any]]:
+    folder = MEMORY / _name()
+    with contextlib.suppress(OSError):
+        return journal.read_lines(_local_path(folder, study)) if folder.lstat().st_uid == os.getuid() else []
+    return []
 
 
 def private_folder() -> Path:
     """Node-local folder for journals, nobody else's to write. Raises ConfigError where there is none."""
-    folder = Path(tempfile.gettempdir()) / f"tinyllm_ray-{os.getuid()}"
+    place = Path(tempfile.gettempdir())
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.lstat()
-        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
-            folder.chmod(0o700)
-            return folder
-        problem = "is not a folder of yours"
+        return _own_folder(place)
     except OSError as error:
-        problem = f"cannot be made: {error.strerror}"
-    raise ConfigError(f"{folder} {problem}, and records are kept there first; set TMPDIR to another folder")
+        raise ConfigError(
+            f"{place / _name()} cannot be used: {error.strerror or error}, and records are kept there first; "
+            "set TMPDIR to another folder"
+        ) from None
+
+
+def _own_folder(place: Path) -> Path:
+    folder = place / _name()
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise OSError("it is not a folder of yours")
+    folder.chmod(0o700)
+    return folder
+
+
+def _name() -> str:
+    return f"tinyllm_ray-{os.getuid()}"
 
 
 def _local_path(folder: Path, study: str) -> Path:

@@ -126,9 +126,10 @@ def start_helper(duty: Callable[..., None], *arguments: str, stderr: int | None 
     """Run a function of this package (standard library only) in a bare interpreter of its own.
 
     Its stdin ends when the caller closes it or dies. Nothing else that happens to the caller or the study reaches it:
-    it has a session of its own and no marker.
+    it has a session of its own and no marker, and lets SIGTERM pass, which Slurm sends to every process of a job.
     """
-    code = "import importlib, sys; sys.path.append(sys.argv[1])\n"
+    code = "import importlib, signal, sys; sys.path.append(sys.argv[1])\n"
+    code += "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     code += "getattr(importlib.import_module(sys.argv[2]), sys.argv[3])(*sys.argv[4:])"
     root = str(Path(__file__).parents[2])
     return subprocess.Popen(

@@ -42,6 +42,8 @@ KILL_SECONDS = 1.0
 LATE_SECONDS = 1.5
 """Past the deadline, for everything; with the interpreter's own exit it has to be under 2 s."""
 
+_ONE_WISH_SECONDS = 1.0
+"""The same signal again so soon is the same wish: a job's launcher passes on what Slurm sends to every process."""
 _TICK_SECONDS = 0.1
 _SAY_SECONDS = 0.03
 _IMPORTED_AT = time.monotonic()
@@ -266,8 +268,12 @@ def _has_ended(child: "subprocess.Popen[bytes]") -> bool:
 def _collected_signals(received: list[int]) -> Iterator[None]:
     """SIGINT and SIGTERM are noted instead of acted on; only the main thread may do this, elsewhere nothing changes."""
 
+    heard: dict[int, float] = {}
+
     def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
+        before, heard[number] = heard.get(number, -math.inf), time.monotonic()
+        if heard[number] - before > _ONE_WISH_SECONDS:
+            received.append(number)
 
     previous = {}
     if threading.current_thread() is threading.main_thread():

@@ -1,0 +1,94 @@
+"""Faults under a real study on a real Slurm: it goes on with what is left, or ends with its report and a status."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from local_slurm import LocalSlurm, booted
+from slurm_studies import STUDY, prepare, records, running, summary, wait_for_a_candidate_in_flight
+
+from tinyllm_ray.records import Fate
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.fixture
+def slurm(built_root: Path) -> Iterator[LocalSlurm]:
+    with booted(nodes=3, cpus=2, gpus=0, cache=built_root) as local:
+        prepare(local)
+        yield local
+
+
+def begin(slurm: LocalSlurm, nodes: int) -> int:
+    size = ("--nodes", nodes, "--cpus-per-node", 2, "--time", 15)
+    return slurm.submit(*size, "--", "tune", "--budget", "10m", *STUDY)
+
+
+def assert_every_record_stands(slurm: LocalSlurm) -> None:
+    """What the summary calls measured has its record, and its configuration."""
+    rows = [row for row in summary(slurm)["candidates"] if row["state"] in {fate.value for fate in Fate}]
+    assert {row["candidate"] for row in rows} <= {record.candidate for record in records(slurm)}
+    for row in rows:
+        assert (slurm.work / "study" / "candidates" / f"{row['candidate']}.yaml").exists()
+
+
+@pytest.mark.timeout(600)
+def test_a_study_goes_on_through_a_killed_raylet_a_lost_folder_and_a_lost_node(slurm: LocalSlurm) -> None:
+    job = begin(slurm, nodes=3)
+    slurm.wait_for_line(job, "3 of 3 nodes ready")
+    wait_for_a_candidate_in_flight(slurm)
+
+    slurm.end_process("n3", r"\S*/raylet/raylet ")
+    slurm.wait_for_line(job, "cluster: lost n3 (its step ended with 1")
+    slurm.wait(lambda: slurm.is_empty("n3"), 60)
+
+    measured = slurm.log(job).read_text().count(": complete")
+    (slurm.work / "study").rename(slurm.work / "away")
+    slurm.wait(lambda: slurm.log(job).read_text().count(": complete") >= measured + 2, 200)
+    (slurm.work / "away").rename(slurm.work / "study")
+
+    slurm.wait(lambda: bool(running(slurm)), 200)
+    slurm.kill("n2")
+    assert slurm.ended(job, 400) == "COMPLETED", slurm.log(job).read_text()
+    found = records(slurm)
+    assert {record.fate for record in found} <= {Fate.COMPLETE, Fate.LOST, Fate.DOMINATED}
+    settled = {record.execution_identity for record in found if record.fate != Fate.LOST}
+    assert {record.execution_identity for record in found} == settled, "what was lost is measured on what is left"
+    assert_every_record_stands(slurm)
+    assert summary(slurm)["selected"] is not None
+    slurm.wait(lambda: slurm.is_empty("n1", "n3"), 60)
+
+
+@pytest.mark.parametrize(
+    ("process", "status"),
+    [
+        (r"\S*/gcs_server ", "1:0"),
+        (r"\S+ -m tinyllm_ray\.tune\.study_process", "1:0"),
+        pytest.param(r"\S+ -m tinyllm_ray\.tune --budget", "137:0", marks=pytest.mark.slow),
+    ],
+    ids=["head", "study", "supervisor"],
+)
+def test_a_dead_head_or_driver_ends_the_job_with_its_report(slurm: LocalSlurm, process: str, status: str) -> None:
+    job = begin(slurm, nodes=2)
+    wait_for_a_candidate_in_flight(slurm)
+    before = records(slurm)
+    slurm.end_process("n1", process)
+    assert slurm.ended(job) == "FAILED", slurm.log(job).read_text()
+    assert slurm.field(job, "ExitCode") == status, slurm.log(job).read_text()
+    assert records(slurm)[: len(before)] == before
+    assert {record.fate for record in records(slurm)} <= {Fate.COMPLETE, Fate.LOST}
+    assert_every_record_stands(slurm)
+    assert json.loads((slurm.work / "study" / "summary.json").read_text())["baseline"]["fate"] == "complete"
+    slurm.wait(lambda: slurm.is_empty("n1", "n2"), 60)
+
+
+def test_a_full_tmp_costs_no_record(built_root: Path) -> None:
+    with booted(nodes=1, cpus=2, gpus=0, cache=built_root, tmp_mb=300) as slurm:
+        prepare(slurm)
+        job = begin(slurm, nodes=1)
+        wait_for_a_candidate_in_flight(slurm)
+        slurm.on("n1", "sh", "-c", "cat /dev/zero > /tmp/full || true")
+        slurm.ended(job)
+        print(slurm.log(job).read_text())
+        assert_every_record_stands(slurm)
