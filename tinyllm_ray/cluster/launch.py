@@ -25,6 +25,7 @@ from tinyllm_ray.cluster.hand_back import HandBack
 from tinyllm_ray.cluster.jobs import RECORD, ask_slurm, log_folder
 from tinyllm_ray.cluster.node import Node
 from tinyllm_ray.cluster.nodes import Share, job_field, parse_shares
+from tinyllm_ray.cluster.numa_memory import bind_host_memory
 from tinyllm_ray.cluster.returns import (
     continued,
     has_to_return,
@@ -35,6 +36,7 @@ from tinyllm_ray.cluster.returns import (
     settled_status,
     study_folder,
 )
+from tinyllm_ray.cluster.stage_job import Staging
 from tinyllm_ray.cluster.steps import Steps, describe
 from tinyllm_ray.command import Parser, exit_status, say
 from tinyllm_ray.errors import ConfigError, NoResultError
@@ -58,6 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     for number in GRACE_SECONDS:
         signal.signal(number, lambda number, frame: received.append(number))
     adopt_orphans()
+    bind_host_memory()  # for the command, which inherits it
     try:
         return exit_status(lambda: launch(options, received))
     except Ended:
@@ -79,6 +82,8 @@ def build_parser() -> Parser:
     parser.add_argument("--interface", help="network interface of the nodes (default: that of Slurm's address)")
     parser.add_argument("--scratch", default="/tmp", help="folder on every node for Ray's own files, a short path")
     parser.add_argument("--container", default="", help="command that runs another one in a container")
+    parser.add_argument("--stage", action="store_true", help="copy packages, tokens and compiled code to every node")
+    parser.add_argument("--packs", metavar="DIR", help="where what is copied lies (default: beside the token caches)")
     parser.add_argument("command", nargs=argparse.REMAINDER, help=f"{', '.join(PROGRAMS)} or FILE.py, and its options")
     return parser
 
@@ -106,7 +111,7 @@ def on_cluster(
 ) -> int:
     """The exit status of the command `words` on a cluster that begins and ends with it."""
     began = time.monotonic()
-    deadline = Deadline.after(parse_duration(options.start_deadline, "--start-deadline"))
+    seconds = parse_duration(options.start_deadline, "--start-deadline")
     container = _words(options.container)
     python = [*container, "python3" if container else sys.executable]
     shares = parse_shares(job)
@@ -118,7 +123,10 @@ def on_cluster(
     steps = Steps(logs, secrets.token_hex(32), [*python, "-m", "tinyllm_ray.cluster.node"])
     try:
         head = shares[0].node
+        staging = Staging(options.stage, python, options.packs, bool(container), number, options.scratch, received)
         place = {"job": number, "scratch": options.scratch, "interface": options.interface}
+        place["staged"] = staging.stage(words, shares, seconds)
+        deadline = Deadline.after(seconds)
         steps.start(as_node(shares[0], None, place | {"known_as": slurm_address(head)}))
         gather(steps, [head], 1, deadline, received)
         address = steps.ready[head]["address"]
@@ -137,9 +145,11 @@ def on_cluster(
         )
         if missing:
             say(f"cluster: going on without {describe(steps, missing)}")
-        environment = driver_environment(os.environ, steps.ready[head], seconds_left(number))
+        environment = driver_environment(os.environ, steps.ready[head], seconds_left(number)) | staging.variables()
         spare = HandBack(logs / HANDED_BACK, number, head)
-        return run([*python, *program(words)], environment, steps, head, received, spare)
+        status = run([*staging.driver_python, *program(words)], environment, steps, head, received, spare)
+        staging.collect()
+        return status
     finally:
         steps.end([share.node for share in shares], STEP_END_SECONDS)
 

@@ -54,6 +54,8 @@ class Site(Section):
     """The network interface nodes talk over; that of Slurm's own addresses where nothing is said."""
     scratch: Line | None = None
     """A short folder on every node's own disk, /tmp where nothing is said."""
+    packs: Line | None = None
+    """A folder that all nodes see, for what `--stage` copies; beside the token caches where nothing is said."""
     login: Word | None = None
     """The host to go through to the nodes, for `dashboard`."""
 

@@ -53,7 +53,7 @@ class Steps:
             self._log_begins[node.name] = log.tell()
             process = subprocess.Popen(
                 [*step_command(node), *self._program, str(node)],
-                env={name: value for name, value in os.environ.items() if name not in _ASKED_FOR_BY_THE_JOB},
+                env=step_environment(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -125,6 +125,11 @@ def complaint(log: Path, begin: int = 0) -> str:
             if line.startswith("srun: error: "):
                 return line.removeprefix("srun: error: ")
     return ""
+
+
+def step_environment() -> dict[str, str]:
+    """This process's variables without those that srun would read as options."""
+    return {name: value for name, value in os.environ.items() if name not in _ASKED_FOR_BY_THE_JOB}
 
 
 def step_command(node: Node) -> list[str]:

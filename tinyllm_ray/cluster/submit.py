@@ -30,6 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requeue", action="store_true", help="come back after preemption and at the job's limit")
     parser.add_argument("--min-nodes", type=int, metavar="N", help="begin with this many when others do not come up")
     parser.add_argument("--start-deadline", metavar="DURATION", help="for all nodes to be there (default: 5m)")
+    parser.add_argument("--stage", action="store_true", help="copy packages, tokens and compiled code to every node")
     parser.add_argument("--dry-run", action="store_true", help="print the script and submit nothing")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="like -- tune --budget 45m")
 
@@ -96,5 +97,7 @@ def _launch_options(options: argparse.Namespace, site: Site) -> list[str]:
         "interface": site.interface,
         "scratch": site.scratch and str(Path(site.scratch)),
         "container": site.container,
+        "packs": site.packs if options.stage else None,
     }
-    return [f"--{name}={value}" for name, value in said.items() if value is not None]
+    given = [f"--{name}={value}" for name, value in said.items() if value is not None]
+    return [*given, *(["--stage"] if options.stage else [])]

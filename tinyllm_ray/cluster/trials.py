@@ -18,6 +18,7 @@ from ray.tune.search import Searcher
 
 from tinyllm_ray.clock import Deadline
 from tinyllm_ray.cluster.connect import Connection
+from tinyllm_ray.cluster.numa import Seat, trial_gpu
 from tinyllm_ray.cluster.prefetch import address_on_this_node
 from tinyllm_ray.cluster.room import Room
 from tinyllm_ray.cluster.surplus import Surplus
@@ -133,6 +134,8 @@ class CandidateTrial(tune.Trainable):  # type: ignore[misc]
         if event is None:
             assert self._launcher is not None
             event = self._launcher.step()
+            if event["event"] == "record" and self._seat.placement.gpu:
+                event["record"]["environment"]["placement"] = self._seat.as_json()
         # As text: Tune flattens nested results on their way to the searcher.
         return {"event": json.dumps(event), "done": event["event"] == "record"}
 
@@ -151,7 +154,10 @@ class CandidateTrial(tune.Trainable):  # type: ignore[misc]
         self._fault = None
         try:
             if self._launcher is None:
+                cores = self.trial_resources.required_resources.get("CPU", 1)
+                self._seat = Seat(int(cores), trial_gpu())  # first, as the launcher's processes inherit it
                 self._launcher = _build_launcher(Path(config["logs"]))
+            self._seat.look_around()
             servers = config["range_servers"]
             address = address_on_this_node(servers) if servers else None
             self._launcher.begin({**config["request"], "range_server": address})

@@ -116,6 +116,7 @@ def _run(options: argparse.Namespace, interruption: Interruption, stages: Stages
 
         from tinyllm_ray.data.cache import open_cache
         from tinyllm_ray.data.prepare import default_cache
+        from tinyllm_ray.data.staged import staged_copy
         from tinyllm_ray.train.ahead import import_compiler, warm_device
         from tinyllm_ray.train.recipe import (
             check_checkpoints,
@@ -130,7 +131,7 @@ def _run(options: argparse.Namespace, interruption: Interruption, stages: Stages
 
         os.environ.update(cache_variables(folder.result()))  # read at the first compilation
         stages.end("imports")
-        cache = open_cache(config.data.cache or default_cache())
+        cache = staged_copy(open_cache(config.data.cache or default_cache()))
         check_fits(config, cache)
         check_validation(config, cache)
         check_checkpoints(config)

@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from tinyllm_ray.clock import Clock
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache, open_cache
+from tinyllm_ray.data.staged import staged_copy
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.measure.environment import devices
 from tinyllm_ray.measure.gpu_sensors import open_sensors
@@ -85,7 +86,7 @@ def _open_tokens(request: TrialRequest) -> TokenCache | None:
     if request.protocol.data_mode == "synthetic":
         return None
     assert request.cache, "data mode real needs a cache"
-    return open_cache(request.cache)
+    return staged_copy(open_cache(request.cache))
 
 
 def _check_device(kind: str | None) -> None:
