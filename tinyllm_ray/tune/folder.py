@@ -3,6 +3,7 @@
 OUT/study.yaml       what is studied; written first
 OUT/trials.jsonl     a TrialRecord a line
 OUT/candidates/      a configuration and a log a candidate
+OUT/callbacks/       what Ray Tune's callbacks write, a folder a candidate: TensorBoard's event files
 OUT/selected.yaml    the configuration to use
 OUT/summary.json     the study as it stands
 """
@@ -28,6 +29,7 @@ from tinyllm_ray.yamlfile import dump_yaml, read_mapping
 DEFINITION = "study.yaml"
 TRIALS = "trials.jsonl"
 CANDIDATES = "candidates"
+CALLBACKS = "callbacks"
 SELECTED = "selected.yaml"
 
 
