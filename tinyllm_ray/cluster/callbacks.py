@@ -92,11 +92,16 @@ class ShownTrial:
         request = trial.config["request"]
         self.config: dict[str, Any] = dict(request["config"]["execution"])
         self.evaluated_params = self.config
-        self.local_path = str(folder / request["candidate"])
+        self._folder = folder / request["candidate"]
+
+    @property
+    def local_path(self) -> str:
+        """The folder for this trial's files, which is there once it is asked for."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        return str(self._folder)
 
     def init_local_path(self) -> None:
-        """Make the folder for this trial's files."""
-        Path(self.local_path).mkdir(parents=True, exist_ok=True)
+        """Nothing is left to do."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_trial":  # asked for while it is unpickled
