@@ -10,6 +10,13 @@ def table_row(record: TrialRecord) -> dict[str, Any]:
 
     What tells trials apart comes first, then the execution's settings, each a column, then throughput in targets a
     second, seconds by stage (`seconds_start`, ...), peak memory in bytes and the first device's name.
+
+    >>> from pathlib import Path
+    >>> from tinyllm_ray.records import read_records
+    >>> from tinyllm_ray.table import table_row
+    >>> rows = [table_row(record) for record in read_records(Path("studies/nano/trials.jsonl"))]
+    >>> rows[0]["fate"], rows[0]["update"]
+    ('complete', 'eager')
     """
     return {
         "study": record.study,

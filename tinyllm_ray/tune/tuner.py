@@ -35,7 +35,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TuneResult:
-    """What a study left; everything can be read again from `out` with `TuneResult.read`."""
+    """What a study left; everything can be read again from `out` with `TuneResult.read`.
+
+    >>> from tinyllm_ray.tune import TuneResult
+    >>> result = TuneResult.read("studies/nano")
+    >>> result.selected in result.records, result.speedup >= 1
+    (True, True)
+    >>> table = result.to_pandas()
+    >>> list(table[["candidate", "fate", "update", "targets_per_second"]].iloc[0])[1:3]
+    ['complete', 'eager']
+    """
 
     out: Path
     summary: dict[str, Any]
@@ -77,7 +86,7 @@ class TuneResult:
         return speedup["ratio"] if speedup else None
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """A row a trial: candidate, fate, reason, execution settings, throughput, seconds and peak memory."""
+        """A row a trial, with the columns of `tinyllm_ray.table.table_row`."""
         import pandas
 
         return pandas.DataFrame([table_row(record) for record in self.records])
@@ -92,9 +101,12 @@ class TuneResult:
 class Tuner:
     """Finds the fastest execution of a recipe within a time budget.
 
-    >>> from tinyllm_ray.tune import Tuner, load_space
-    >>> result = Tuner(preset="20m", space=load_space("execution"), budget="45m", out="studies/20m").fit()
-    >>> result.config.execution
+    >>> from tinyllm_ray.tune import Space, Tuner
+    >>> space = Space(baseline={}, factors={"sdpa_backend": ["auto", "math"]})
+    >>> tuner = Tuner(preset="nano", space=space, budget="10m", runs=1, out="studies/nano")  # one training is planned
+    >>> result = tuner.fit()
+    >>> result.selected.fate.value, result.config.execution.sdpa_backend in space.factors["sdpa_backend"]
+    ('complete', True)
     """
 
     def __init__(
