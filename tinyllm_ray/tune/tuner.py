@@ -102,7 +102,8 @@ class Tuner:
     """Finds the fastest execution of a recipe within a time budget.
 
     >>> from tinyllm_ray.tune import Space, Tuner
-    >>> space = Space(baseline={}, factors={"sdpa_backend": ["auto", "math"]})
+    >>> short = {"warmup_updates": 1, "windows": 2, "updates_per_window": 2}
+    >>> space = Space(baseline={}, factors={"sdpa_backend": ["auto", "math"]}, protocol=short)
     >>> tuner = Tuner(preset="nano", space=space, budget="10m", runs=1, out="studies/nano")  # one training is planned
     >>> result = tuner.fit()
     >>> result.selected.fate.value, result.config.execution.sdpa_backend in space.factors["sdpa_backend"]
