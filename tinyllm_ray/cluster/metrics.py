@@ -5,6 +5,7 @@ and drops one that is not set again within two such intervals; so everything is 
 (https://docs.ray.io/en/latest/ray-observability/user-guides/add-app-metrics.html).
 """
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +20,8 @@ from tinyllm_ray.measure.gpu_sensors import GpuSensors, open_sensors, uuid_of
 from tinyllm_ray.records import Fate
 
 REFRESH_SECONDS = 5.0
+_LAST_SECONDS = 1.0
+"""For a last round, which takes a millisecond."""
 
 STUDY_GAUGES: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     "tinyllm_best_targets_per_second": ("Throughput of the fastest candidate that is believed", ("study",)),
@@ -63,8 +66,11 @@ class StudyGauges:
 
     def __init__(self, study: str) -> None:
         self._study = study
-        self._gauges = _gauges(STUDY_GAUGES)
         self._running: frozenset[str] = frozenset()
+
+    @functools.cached_property
+    def _gauges(self) -> dict[str, Gauge]:
+        return _gauges(STUDY_GAUGES)
 
     def show(self, now: Standing) -> None:
         """Export the study as it stands."""
@@ -95,7 +101,10 @@ class GpuGauges:
         """Name of the candidate that runs on it."""
         self._sensors = sensors
         self._gpu = gpu
-        self._gauges = _gauges(GPU_GAUGES)
+
+    @functools.cached_property
+    def _gauges(self) -> dict[str, Gauge]:
+        return _gauges(GPU_GAUGES)
 
     def show(self) -> None:
         """Export what the sensors say now; a reading that the device does not support is left out."""
@@ -116,7 +125,7 @@ def exporting(study: str, look: Callable[[], Standing], failed: Callable[[str], 
     try:
         yield
     finally:
-        stop.set()
+        stop()
 
 
 def export_gpu() -> GpuGauges | None:
@@ -130,10 +139,10 @@ def export_gpu() -> GpuGauges | None:
     return gauges
 
 
-def refresh(show: Callable[[], None], failed: Callable[[str], None]) -> threading.Event:
-    """Call `show` now and every REFRESH_SECONDS, in a thread of its own, until the event returned is set.
+def refresh(show: Callable[[], None], failed: Callable[[str], None]) -> Callable[[], None]:
+    """Call `show` now and every REFRESH_SECONDS, in a thread of its own; gives what ends that.
 
-    What it raises is told once and ends that: watching is worth no study.
+    What `show` raises is told once and ends it too: watching is worth no study.
     """
     stop = threading.Event()
 
@@ -145,8 +154,14 @@ def refresh(show: Callable[[], None], failed: Callable[[str], None]) -> threadin
         except Exception as error:
             failed(f"{type(error).__name__}: {error}")
 
-    threading.Thread(target=work, name="metrics", daemon=True).start()
-    return stop
+    thread = threading.Thread(target=work, name="metrics", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        stop.set()
+        thread.join(_LAST_SECONDS)  # before Ray is shut down under it
+
+    return end
 
 
 def _gauges(described: Mapping[str, tuple[str, tuple[str, ...]]]) -> dict[str, Gauge]:
