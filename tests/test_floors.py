@@ -27,6 +27,7 @@ STANDARD_LIBRARY_ONLY = (
     "tune.channel",
     "tune.mirror",
     "tune.sessions",
+    "tune.child",
     "tune.terminal",
     "tune.processes",
 )

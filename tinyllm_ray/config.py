@@ -41,7 +41,16 @@ _ONE_BY_ONE_ROWS = 32
 
 
 class Config(Section):
-    """A complete configuration."""
+    """A complete configuration.
+
+    >>> from tinyllm_ray.config import load
+    >>> config = load("20m-32k")
+    >>> config.model.parameters, config.targets_per_update, config.accumulation
+    (20403520, 32768, 1)
+    >>> faster = config.with_execution({"micro_batch_size": 8, "update": "graph"})
+    >>> faster.accumulation, faster.recipe_identity == config.recipe_identity
+    (4, True)
+    """
 
     model: ModelConfig
     data: DataConfig = DataConfig()
@@ -226,6 +235,15 @@ def load(source: str | Path, overrides: Iterable[str] = ()) -> Config:
     """A configuration from a preset's name or a YAML file, then `section.key=value` overrides.
 
     A file may start from a preset with a top-level `preset: NAME`. Raises ConfigError.
+
+    >>> from pathlib import Path
+    >>> from tinyllm_ray.config import load
+    >>> _ = Path("mine.yaml").write_text("preset: nano\\noptimizer: {weight_decay: 0.05}\\n")
+    >>> load("mine.yaml", ["training.seed=7"]).optimizer.weight_decay
+    0.05
+    >>> load("nano", ["training.sed=7"])
+    Traceback (most recent call last):
+    tinyllm_ray.errors.ConfigError: preset nano with --set: training.sed: there is no such key; did you mean ...
     """
     return override(*_read(source), overrides)
 

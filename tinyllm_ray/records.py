@@ -269,5 +269,12 @@ class TrialRecord(_Record):
 
 
 def read_records(path: Path) -> list[TrialRecord]:
-    """The records of a study, oldest first; a torn last line is left out."""
+    """The records of a study, oldest first; a torn last line is left out.
+
+    >>> from pathlib import Path
+    >>> from tinyllm_ray.records import Fate, read_records
+    >>> records = read_records(Path("studies/nano/trials.jsonl"))
+    >>> sum(record.fate is Fate.COMPLETE for record in records) > 0
+    True
+    """
     return [TrialRecord.model_validate(entry) for entry in journal.read_lines(path)]

@@ -50,6 +50,11 @@ def connect(address: str | None) -> Iterator[Connection]:
     """Join the cluster at `address` (`auto`, `HOST:PORT`, `ray://...`), or start a local one where it is None.
 
     Raises ConfigError where no cluster answers. A cluster that was joined goes on afterwards.
+
+    >>> from tinyllm_ray.cluster.connect import connect
+    >>> with connect(None) as connection:
+    ...     print(connection.started, connection.nodes)
+    True 1
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")

@@ -61,7 +61,12 @@ class Site(Section):
 
 
 def load_site(name_or_path: str) -> Site:
-    """A site from a shipped file's name (`gh200`) or a YAML file. Raises ConfigError naming key, value and remedy."""
+    """A site from a shipped file's name (`gh200`) or a YAML file. Raises ConfigError naming key, value and remedy.
+
+    >>> from tinyllm_ray.cluster.site import load_site
+    >>> load_site("gh200").gpus_per_node
+    4
+    """
     shipped = shipped_files()
     file: Traversable = shipped.get(f"{name_or_path}.yaml") or Path(name_or_path)
     if not file.is_file():

@@ -8,7 +8,7 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +18,8 @@ from ray.tune.search import Searcher
 
 from tinyllm_ray.clock import Deadline
 from tinyllm_ray.cluster.connect import Connection
+from tinyllm_ray.cluster.metrics import export_gpu
+from tinyllm_ray.cluster.names import show_process_as, trial_name
 from tinyllm_ray.cluster.numa import Seat, trial_gpu
 from tinyllm_ray.cluster.prefetch import address_on_this_node
 from tinyllm_ray.cluster.room import Room
@@ -54,14 +56,19 @@ class Driver(Protocol):
 
 
 def run_trials(
-    driver: Driver, connection: Connection, logs: Path, storage: Path, range_servers: str | None = None
+    driver: Driver,
+    connection: Connection,
+    logs: Path,
+    storage: Path,
+    range_servers: str | None = None,
+    callbacks: Sequence[tune.Callback] = (),
 ) -> str | None:
     """Run candidates until `driver` is finished, or until nothing is left that could; then says so, else None.
 
     Every trial asks Ray for the same: a GPU and its share of the node's cores, or a node's cores where no GPU is.
     `logs` gets a file a candidate, `storage` what Tune keeps for itself; `range_servers` names the
-    servers that candidates ask for tokens (`prefetching`), None where there are none. Raises ConfigError where no node
-    has what a trial takes.
+    servers that candidates ask for tokens (`prefetching`), None where there are none; `callbacks` are Tune's
+    (`callbacks.guarded`). Raises ConfigError where no node has what a trial takes.
     """
     os.environ.update(
         TUNE_DISABLE_AUTO_CALLBACK_LOGGERS="1",
@@ -82,7 +89,7 @@ def run_trials(
             search_alg=searcher,
             num_samples=-1,
             reuse_actors=True,
-            trial_name_creator=lambda trial: trial.config["request"]["candidate"],
+            trial_name_creator=lambda trial: _name(trial.config["request"]),
             trial_dirname_creator=lambda trial: trial.config["request"]["candidate"],
         ),
         run_config=tune.RunConfig(
@@ -90,6 +97,7 @@ def run_trials(
             storage_path=str(storage),
             verbose=0,
             stop=room,
+            callbacks=list(callbacks),
             # A trial has nothing to keep, and its node need not see the driver's storage.
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
         ),
@@ -121,6 +129,7 @@ class CandidateTrial(tune.Trainable):  # type: ignore[misc]
     def setup(self, config: dict[str, Any]) -> None:
         self._launcher: Launcher | None = None
         self._fault: dict[str, Any] | None = None
+        self._gpu = export_gpu()
         self._begin(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
@@ -133,6 +142,7 @@ class CandidateTrial(tune.Trainable):  # type: ignore[misc]
         event = self._fault
         if event is None:
             assert self._launcher is not None
+            show_process_as(self._name)
             event = self._launcher.step()
             if event["event"] == "record" and self._seat.placement.gpu:
                 event["record"]["environment"]["placement"] = self._seat.as_json()
@@ -152,6 +162,9 @@ class CandidateTrial(tune.Trainable):  # type: ignore[misc]
     def _begin(self, config: Mapping[str, Any]) -> None:
         """Start the candidate; what this node cannot do becomes its record, since Tune passes on no reason."""
         self._fault = None
+        self._name = _name(config["request"])
+        if self._gpu is not None:
+            self._gpu.candidate = self._name
         try:
             if self._launcher is None:
                 cores = self.trial_resources.required_resources.get("CPU", 1)
@@ -164,6 +177,10 @@ class CandidateTrial(tune.Trainable):  # type: ignore[misc]
         except Exception as error:
             traceback.print_exc()
             self._fault = _failed(config["request"], f"{type(error).__name__}: {error}")
+
+
+def _name(request: Mapping[str, Any]) -> str:
+    return trial_name(request["config"]["model"], request["label"])
 
 
 def _build_launcher(logs: Path) -> Launcher:

@@ -235,6 +235,16 @@ def open_cache(path: str | Path) -> TokenCache:
     """The cache in the folder `path`, its manifest and the files' sizes checked.
 
     Raises ConfigError naming the folder or file and what was expected there.
+
+    >>> from tinyllm_ray.data.cache import open_cache
+    >>> from tinyllm_ray.data.prepare import default_cache
+    >>> cache = open_cache(default_cache())
+    >>> cache.vocab_size, cache.dtype
+    (32000, dtype('uint16'))
+    >>> cache.tokens("train") > 2_000_000
+    True
+    >>> cache.read("train", 1000, 1008).shape
+    (8,)
     """
     folder = Path(path)
     manifest = read_manifest(folder)

@@ -144,6 +144,11 @@ class StudyDriver:
             )
             self._end(candidate, record)
 
+    def record(self, candidate: str) -> TrialRecord | None:
+        """The candidate's last record, as it was judged; None where it has none."""
+        with self._lock:
+            return next((record for record in reversed(self._records) if record.candidate == candidate), None)
+
     def rows(self) -> list[Row]:
         """Every candidate the study knows, as shown to people."""
         with self._lock:

@@ -4,6 +4,7 @@ OUT/study.yaml       what is studied; written first, and locked by the session t
 OUT/trials.jsonl     a TrialRecord a line
 OUT/sessions/        what each session has used of the budget
 OUT/candidates/      a configuration and a log a candidate, and what the selected one compiled
+OUT/callbacks/       what Ray Tune's callbacks write, a folder a candidate: TensorBoard's event files
 OUT/selected.yaml    the configuration to use, and what is promised of it (section tuned)
 OUT/summary.json     the study as it stands
 """
@@ -34,6 +35,7 @@ from tinyllm_ray.yamlfile import dump_yaml, read_mapping
 DEFINITION = "study.yaml"
 TRIALS = "trials.jsonl"
 CANDIDATES = "candidates"
+CALLBACKS = "callbacks"
 SELECTED = "selected.yaml"
 
 

@@ -48,6 +48,8 @@ class StudyRequest(BaseModel):
     resume: bool = False
     address: str | None = None
     """A Ray cluster to join."""
+    callbacks: dict[str, Any] | None = None
+    """Ray Tune callbacks as `cluster.callbacks` packs them; None writes TensorBoard's event files."""
 
     def objective_of(self, config: Config) -> Objective:
         """What a study of this recipe is after."""

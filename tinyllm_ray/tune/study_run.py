@@ -34,6 +34,7 @@ from tinyllm_ray.tune.report import Report
 from tinyllm_ray.tune.request import Asked, StudyRequest, check_request
 from tinyllm_ray.tune.session import Session
 from tinyllm_ray.tune.supervisor import process_age_seconds
+from tinyllm_ray.tune.watching import watched
 
 if TYPE_CHECKING:
     from tinyllm_ray.cluster.connect import Connection
@@ -71,9 +72,11 @@ def run(work: "Work") -> int:
 def _run_on_ray(
     request: StudyRequest, asked: Asked, earlier: Earlier | None, out: Path, work: "Work", deadline: Deadline
 ) -> int:
+    from tinyllm_ray.cluster.callbacks import DEFAULT, unpack_callbacks
     from tinyllm_ray.cluster.connect import connect
     from tinyllm_ray.cluster.trials import resources
 
+    callbacks = DEFAULT if request.callbacks is None else unpack_callbacks(request.callbacks)
     console = PipeConsole(stderr=True)
     say(console, f"budget {request.budget}; starting Ray")
     with connect(request.address) as connection, _claim_machine(console, connection) as alone:
@@ -118,7 +121,7 @@ def _run_on_ray(
             page=PageMaker(out, functools.partial(say, console)),
         )
         work.session = Session(driver, report, work.channel, console)
-        lost = _measure(driver, report, connection, cache)
+        lost = _measure(driver, report, connection, cache, watched(driver, report, callbacks, console))
         status = work.session.close(driver.end or lost)
     work.session.settle()
     return status
@@ -136,7 +139,13 @@ def _verifier(
     return PairedVerifier(protocol, RESERVED_SHARE * budget_seconds, objective)
 
 
-def _measure(driver: StudyDriver, report: Report, connection: "Connection", cache: TokenCache | None) -> str | None:
+def _measure(
+    driver: StudyDriver,
+    report: Report,
+    connection: "Connection",
+    cache: TokenCache | None,
+    watching: AbstractContextManager[list[Any]],
+) -> str | None:
     """Run the trials until the study is over; why, where it is the cluster that ended it."""
     from tinyllm_ray.cluster.prefetch import prefetching
     from tinyllm_ray.cluster.trials import run_trials
@@ -144,8 +153,8 @@ def _measure(driver: StudyDriver, report: Report, connection: "Connection", cach
     storage = Path(tempfile.mkdtemp(prefix="tune-", dir=private_folder()))
     servers: AbstractContextManager[str | None] = prefetching(report.study_id) if cache else nullcontext()
     try:
-        with servers as names:
-            return run_trials(driver, connection, report.out / CANDIDATES, storage, names)
+        with servers as names, watching as callbacks:
+            return run_trials(driver, connection, report.out / CANDIDATES, storage, names, callbacks)
     finally:
         shutil.rmtree(storage, ignore_errors=True)
 

@@ -22,6 +22,7 @@ from tinyllm_ray.errors import (
 from tinyllm_ray.records import TrialRecord, read_records
 from tinyllm_ray.search.objective import ObjectiveKind
 from tinyllm_ray.search.space import Space
+from tinyllm_ray.table import table_row
 from tinyllm_ray.tune.budget import SUMMARY, seconds_left
 from tinyllm_ray.tune.channel import STUDY_COMMAND
 from tinyllm_ray.tune.folder import SELECTED, TRIALS
@@ -35,7 +36,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TuneResult:
-    """What a study left; everything can be read again from `out` with `TuneResult.read`."""
+    """What a study left; everything can be read again from `out` with `TuneResult.read`.
+
+    >>> from tinyllm_ray.tune import TuneResult
+    >>> result = TuneResult.read("studies/nano")
+    >>> result.selected in result.records, result.speedup >= 1
+    (True, True)
+    >>> table = result.to_pandas()
+    >>> list(table[["candidate", "fate", "update", "targets_per_second"]].iloc[0])[1:3]
+    ['complete', 'eager']
+    """
 
     out: Path
     summary: dict[str, Any]
@@ -77,10 +87,10 @@ class TuneResult:
         return speedup["ratio"] if speedup else None
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """A row a trial: candidate, fate, reason, execution settings, throughput, seconds and peak memory."""
+        """A row a trial, with the columns of `tinyllm_ray.table.table_row`."""
         import pandas
 
-        return pandas.DataFrame([flat_record(record) for record in self.records])
+        return pandas.DataFrame([table_row(record) for record in self.records])
 
     def _record(self, figures: dict[str, Any] | None) -> TrialRecord | None:
         """The last record of a candidate, which is the one that counts after a resumption."""
@@ -92,9 +102,13 @@ class TuneResult:
 class Tuner:
     """Finds the fastest execution of a recipe within a time budget.
 
-    >>> from tinyllm_ray.tune import Tuner, load_space
-    >>> result = Tuner(preset="20m", space=load_space("execution"), budget="45m", out="studies/20m").fit()
-    >>> result.config.execution
+    >>> from tinyllm_ray.tune import Space, Tuner
+    >>> short = {"warmup_updates": 1, "windows": 2, "updates_per_window": 2}
+    >>> space = Space(baseline={}, factors={"sdpa_backend": ["auto", "math"]}, protocol=short)
+    >>> tuner = Tuner(preset="nano", space=space, budget="10m", runs=1, out="studies/nano")  # one training is planned
+    >>> result = tuner.fit()
+    >>> result.selected.fate.value, result.config.execution.sdpa_backend in space.factors["sdpa_backend"]
+    ('complete', True)
     """
 
     def __init__(
@@ -111,6 +125,7 @@ class Tuner:
         runs: int = PLANNED_RUNS,
         resume: bool = False,
         address: str | None = None,
+        callbacks: Sequence[Any] | None = None,
     ) -> None:
         """Everything is checked here, the machine's part in `fit`. Raises ConfigError.
 
@@ -124,6 +139,8 @@ class Tuner:
             objective: "training" for the least seconds of all planned trainings, "throughput" for most targets/s.
             runs: trainings planned with the answer; the search ends when it costs more than it saves over them.
             address: Ray cluster to join; None: $RAY_ADDRESS, else a local one is started.
+            callbacks: Ray Tune's, like `[WandbLoggerCallback(project="tiny")]`, which run in the study's process and
+                hear of every window and record; None writes TensorBoard's event files to `out`/callbacks, [] nothing.
         """
         if preset is not None and config is not None:
             raise ConfigError("preset and config both name a recipe; give one of them")
@@ -144,6 +161,7 @@ class Tuner:
             out=str(out),
             resume=resume,
             address=address or os.environ.get("RAY_ADDRESS") or None,
+            callbacks=None if callbacks is None else _packed(callbacks),
         )
         check_request(self.request)
 
@@ -174,19 +192,7 @@ class Tuner:
         raise TinyllmRayError(message)
 
 
-def flat_record(record: TrialRecord) -> dict[str, Any]:
-    """A record as one row of a table."""
-    return {
-        "candidate": record.candidate,
-        "fate": record.fate.value,
-        "reason": record.reason,
-        **record.execution,
-        "targets_per_second": record.targets_per_second,
-        "spread": record.spread,
-        "seconds_per_update": record.seconds_per_update,
-        "first_update_seconds": record.first_update_seconds,
-        "warmup_seconds": record.warmup_seconds,
-        **{f"seconds_{name}": value for name, value in record.seconds.model_dump().items()},
-        **record.memory.model_dump(),
-        "device": record.devices[0].name if record.devices else None,
-    }
+def _packed(callbacks: Sequence[Any]) -> dict[str, Any]:
+    from tinyllm_ray.cluster.callbacks import pack_callbacks  # which imports Ray, and only they need it
+
+    return pack_callbacks(callbacks)
