@@ -3,7 +3,8 @@
 import sys
 
 from tinyllm_ray.train.show import PipeConsole
-from tinyllm_ray.tune.live import Row, View, open_display, say
+from tinyllm_ray.tune.live import open_display, say
+from tinyllm_ray.tune.table import Row, View
 
 
 def row(number: int, running: bool) -> Row:
