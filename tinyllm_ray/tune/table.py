@@ -21,12 +21,6 @@ _STYLES = {
 }
 
 
-_STATE_WIDTH, _RATE_WIDTH, _RATIO_WIDTH, _SECONDS_WIDTH, _GAP = 13, 10, 8, 5, 2
-_WIDE = 60
-"""Columns from which on state, throughput, ratio and seconds stand beside a label that can be told from others."""
-_LEAST_LABEL, _LEAST_DETAIL = 16, 10
-
-
 @dataclass(frozen=True)
 class Row:
     """One candidate as shown."""
@@ -42,8 +36,6 @@ class Row:
     """Throughput divided by the baseline's."""
     seconds: float | None
     """What the candidate took from request to record."""
-    compile_seconds: float | None = None
-    """Its first update, which includes compilation."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +45,12 @@ class View:
     title: str
     rows: Sequence[Row]
     seconds_left: float
+
+
+_STATE_WIDTH, _RATE_WIDTH, _RATIO_WIDTH, _SECONDS_WIDTH, _GAP = 13, 10, 8, 5, 2
+_WIDE = 60
+"""Columns from which on state, throughput, ratio and seconds stand beside a label that can be told from others."""
+_LEAST_LABEL, _LEAST_DETAIL = 16, 10
 
 
 def render(view: View, width: int = 100, height: int = 1000) -> Group:
