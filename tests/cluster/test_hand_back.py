@@ -39,6 +39,17 @@ def test_idle_nodes_go_but_for_room_for_the_most_trials_at_once(tmp_path: Path) 
     assert named(tmp_path) == ["10.0.0.4", "10.0.0.5"]
 
 
+def test_a_verification_keeps_the_node_it_runs_on(tmp_path: Path) -> None:
+    nodes = [node(1), node(2), node(3)]
+    kept = surplus(tmp_path, nodes)
+    kept.started(6)
+    assert kept.hand_back() is None
+    kept.started(1, "verification")
+    nodes[2] = node(3, busy=1)
+    assert kept.hand_back() == 4
+    assert named(tmp_path) == ["10.0.0.2"]
+
+
 def test_the_drivers_node_stays_and_a_head_without_gpus_is_none_of_these(tmp_path: Path) -> None:
     kept = surplus(tmp_path, [node(1), node(2, busy=2), node(3, gpus=0)])
     kept.started(1)

@@ -1,7 +1,8 @@
 """Nodes that a study can no longer use, named to the job's launcher, which hands them back to Slurm.
 
 A study asks for as many trials at once as can help right after its first result; from then on what it learns narrows
-the search. So once it has nothing more to start, idle nodes go, down to room for the most trials that ever ran at once.
+the search. So once it has nothing more to start, idle nodes go, down to room for the most trials that ever ran at once;
+and all idle ones once it verifies its choice, which it does with one trial at a time.
 """
 
 import os
@@ -59,9 +60,9 @@ class Surplus:
         self._peak = 0
         self._named: set[str] = set()
 
-    def started(self, in_flight: int) -> None:
-        """So many trials run now."""
-        self._peak = max(self._peak, in_flight)
+    def started(self, in_flight: int, purpose: str = "search") -> None:
+        """So many trials run now; the last one for that purpose."""
+        self._peak = 1 if purpose == "verification" else max(self._peak, in_flight)
 
     def hand_back(self) -> int | None:
         """Name what is idle and not needed; the trials that still fit at once, None where nothing is handed back."""
