@@ -1,5 +1,6 @@
 """Nodes that a study can no longer use go back to Slurm: which they are, and what the launcher does with them."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ def node(number: int, busy: int = 0, gpus: int = 2) -> NodeUse:
 
 def surplus(folder: Path, nodes: list[NodeUse]) -> Surplus:
     variables = {HAND_BACK_VARIABLE: str(folder / "handed_back")}
-    return Surplus(ASKED, "10.0.0.1", nodes=lambda: nodes, environment=variables)
+    ticks = itertools.count(0.0, 2.0)
+    return Surplus(ASKED, "10.0.0.1", nodes=lambda: nodes, environment=variables, clock=lambda: next(ticks))
 
 
 def named(folder: Path) -> list[str]:

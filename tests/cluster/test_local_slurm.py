@@ -117,6 +117,11 @@ def test_a_study_runs_on_two_nodes_by_submit(slurm: LocalSlurm) -> None:
     assert records
     assert {record["fate"] for record in records} == {"complete"}
     assert_nothing_is_left(slurm, job)
+    told = slurm.login(sys.executable, "-m", "tinyllm_ray.cluster", "account", job)
+    assert f"job {job}: " in told
+    assert "COMPLETED after" in told
+    assert "(from sacct -c)" in told
+    assert "before the first trial" in told
 
 
 def test_the_warning_has_a_study_save_what_it_has_and_end(slurm: LocalSlurm) -> None:

@@ -107,3 +107,15 @@ def test_nodes_that_cannot_help_any_more_are_handed_back(slurm: LocalSlurm) -> N
     assert len(records(slurm)) == 2
     assert {record.fate for record in records(slurm)} == {Fate.COMPLETE}
     slurm.wait(lambda: slurm.is_empty("n1", "n2", "n3"))
+
+
+@pytest.mark.slow
+def test_a_heads_node_that_goes_down_ends_the_job_on_the_others_too(slurm: LocalSlurm) -> None:
+    job = begin(slurm, nodes=2)
+    wait_for_a_candidate_in_flight(slurm)
+    before = records(slurm)
+    slurm.kill("n1")
+    assert slurm.ended(job) == "NODE_FAIL"
+    slurm.wait(lambda: slurm.is_empty("n2"))
+    assert records(slurm)[: len(before)] == before
+    assert_every_record_stands(slurm)

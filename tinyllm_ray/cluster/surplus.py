@@ -5,14 +5,19 @@ the search. So once it has nothing more to start, idle nodes go, down to room fo
 and all idle ones once it verifies its choice, which it does with one trial at a time.
 """
 
+import math
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import ray
 
+from tinyllm_ray.clock import Clock
 from tinyllm_ray.cluster.hand_back import HAND_BACK_VARIABLE
+
+_LOOK_SECONDS = 2.0
 
 Resources = Mapping[str, float]
 
@@ -52,11 +57,13 @@ class Surplus:
         own_address: str | None = None,
         nodes: Callable[[], list[NodeUse]] = nodes_in_use,
         environment: Mapping[str, str] = os.environ,
+        clock: Clock = time.monotonic,
     ) -> None:
         """`asked` is what every trial takes; the node at `own_address`, the driver's, stays."""
         path = environment.get(HAND_BACK_VARIABLE)
         self._path = Path(path) if path else None
         self._asked, self._own, self._nodes = asked, own_address, nodes
+        self._clock, self._looked = clock, -math.inf
         self._peak = 0
         self._named: set[str] = set()
 
@@ -66,8 +73,9 @@ class Surplus:
 
     def hand_back(self) -> int | None:
         """Name what is idle and not needed; the trials that still fit at once, None where nothing is handed back."""
-        if self._path is None or not self._peak:
-            return None
+        if self._path is None or not self._peak or self._clock() - self._looked < _LOOK_SECONDS:
+            return None  # Tune asks many times a second
+        self._looked = self._clock()
         nodes = [node for node in self._nodes() if node.room(self._asked) and node.address not in self._named]
         kept = [node for node in nodes if node.address == self._own or not node.is_idle(self._asked)]
         idle = [node for node in nodes if node not in kept]
