@@ -34,6 +34,7 @@ def assert_every_record_stands(slurm: LocalSlurm) -> None:
 
 
 def test_a_study_goes_on_through_a_killed_raylet_a_lost_node_and_a_lost_folder(slurm: LocalSlurm) -> None:
+    (slurm.work / "space.yaml").write_text(SPACE.replace("[4, 8]", "[1, 2, 4, 8]"))  # four candidates help at once
     job = begin(slurm, nodes=3)
     slurm.wait_for_line(job, "3 of 3 nodes ready")
     slurm.wait(lambda: len(running(slurm)) == 3)
