@@ -38,7 +38,14 @@ def test_a_gpu_holds_one_trial_and_a_node_shares_its_compile_cache() -> None:
     now, record = fleet.next_end()
     assert now == 30.0 + (record.seconds.total or 0.0)
     assert record.devices[0].identifier == str(fleet.free[0])
-    assert fleet.returned_seconds() == pytest.approx(GPUS_A_NODE * now + 30.0)
+    fleet.hand_back(now)
+    assert fleet.returned == {}, "as many trials as there are GPUs ran at once"
+    fleet.peak = 1
+    while fleet.running:
+        now, _ = fleet.next_end()
+    fleet.hand_back(now)
+    assert fleet.returned == {1: now}
+    assert fleet.used_seconds(now + 10) == pytest.approx(GPUS_A_NODE * (now + 10) + now)
 
 
 def test_the_driver_is_driven_through_whole_trials() -> None:

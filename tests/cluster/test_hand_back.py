@@ -1,5 +1,6 @@
 """Nodes that a study can no longer use go back to Slurm: which they are, and what the launcher does with them."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ def node(number: int, busy: int = 0, gpus: int = 2) -> NodeUse:
 
 def surplus(folder: Path, nodes: list[NodeUse]) -> Surplus:
     variables = {HAND_BACK_VARIABLE: str(folder / "handed_back")}
-    return Surplus(ASKED, "10.0.0.1", nodes=lambda: nodes, environment=variables)
+    ticks = itertools.count(0.0, 2.0)
+    return Surplus(ASKED, "10.0.0.1", nodes=lambda: nodes, environment=variables, clock=lambda: next(ticks))
 
 
 def named(folder: Path) -> list[str]:
@@ -37,6 +39,17 @@ def test_idle_nodes_go_but_for_room_for_the_most_trials_at_once(tmp_path: Path) 
     assert named(tmp_path) == ["10.0.0.4", "10.0.0.5"]
     assert kept.hand_back() is None, "none twice, while Ray still shows them"
     assert named(tmp_path) == ["10.0.0.4", "10.0.0.5"]
+
+
+def test_a_verification_keeps_the_node_it_runs_on(tmp_path: Path) -> None:
+    nodes = [node(1), node(2), node(3)]
+    kept = surplus(tmp_path, nodes)
+    kept.started(6)
+    assert kept.hand_back() is None
+    kept.started(1, "verification")
+    nodes[2] = node(3, busy=1)
+    assert kept.hand_back() == 4
+    assert named(tmp_path) == ["10.0.0.2"]
 
 
 def test_the_drivers_node_stays_and_a_head_without_gpus_is_none_of_these(tmp_path: Path) -> None:

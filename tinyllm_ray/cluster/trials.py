@@ -226,7 +226,7 @@ class _Searcher(Searcher):  # type: ignore[misc]
             return Searcher.FINISHED if self._driver.finished else None
         self._running[trial_id] = request["candidate"]
         if self.surplus is not None:
-            self.surplus.started(len(self._running))
+            self.surplus.started(len(self._running), request.get("purpose", "search"))
         return {"request": dict(request), **self._settings}
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:

@@ -284,9 +284,7 @@ def _bring_what_is_left(own: Path, target: Path) -> None:
 
 def _copy_lines(source: Path, target: Path, position: int) -> int:
     """Append the whole lines from byte `position` on; from 0, those that `target` does not hold yet."""
-    with source.open("rb") as file:
-        file.seek(position)
-        *lines, _ = file.read().split(b"\n")
+    *lines, _ = source.read_bytes()[position:].split(b"\n")
     if not lines:
         return position
     missing = lines
