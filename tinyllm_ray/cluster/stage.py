@@ -109,7 +109,8 @@ def unpack_here(packs: dict[str, str], job: int, scratch: str) -> dict[str, Any]
         except (OSError, DamagedError) as error:
             said["problems"][name] = str(error)
     (folder / COMPILED).mkdir(mode=0o700, parents=True, exist_ok=True)  # for what this job compiles
-    (folder / RECORD).write_text(json.dumps({"whole": [*done, COMPILED]}))
+    done = [*dict.fromkeys([*done, COMPILED])]
+    (folder / RECORD).write_text(json.dumps({"whole": done}))
     os.utime(own)  # young, so that no other job's step takes it for left behind before this job's step is there
     os.close(lock)
     return said | {"whole": done, "seconds": time.monotonic() - began}

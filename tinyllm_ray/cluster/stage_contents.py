@@ -1,4 +1,4 @@
-"""What a job's processes will read, as packs: packages, this package's source, tokens in use, compiled code."""
+"""What a job's processes will read, as packs: packages, tokens in use, compiled code."""
 
 import argparse
 import os
@@ -9,13 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import tinyllm_ray
 from tinyllm_ray.cluster.stage_pack import Entry, entries, key_of, make_pack, newest
-from tinyllm_ray.cluster.stage_place import COMPILED, ENVIRONMENT, SOURCE, TOKENS
+from tinyllm_ray.cluster.stage_place import COMPILED, ENVIRONMENT, TOKENS
 
 MOST_BYTES = 8 * 2**30
 """Of tokens, and of compiled code: what is larger is read where it lies (C4's 46 GB, of which a study reads little)."""
-_BESIDE_PACKAGE = ("tinyllm_ray", "search_spaces", "cluster")
 
 
 @dataclass
@@ -34,7 +32,7 @@ def make_packs(packs: Path, command: Sequence[str], with_environment: bool = Tru
         COMPILED: lambda: pack_compiled(packs),
     }
     if with_environment:
-        steps = {ENVIRONMENT: lambda: pack_environment(packs), SOURCE: lambda: pack_source(packs)} | steps
+        steps = {ENVIRONMENT: lambda: pack_environment(packs)} | steps
     for name, step in steps.items():
         try:
             found = step()
@@ -64,16 +62,6 @@ def package_folders() -> list[Path]:
     known = {os.path.realpath(path) for path in [*site.getsitepackages(), site.getusersitepackages()]}
     found = [path for path in sys.path if os.path.realpath(path) in known and os.path.isdir(path)]
     return [Path(path) for path in dict.fromkeys(found)]
-
-
-def pack_source(packs: Path) -> Path | str:
-    """This package with its shipped files, from a checkout; an installed one is in the environment."""
-    package = Path(tinyllm_ray.__file__).resolve().parent
-    if any(package.is_relative_to(folder.resolve()) for folder in package_folders()):
-        return ""
-    root = package.parent
-    files = [entry for name in _BESIDE_PACKAGE if (root / name).is_dir() for entry in entries(root / name, name)]
-    return make_pack(packs, SOURCE, key_of(files), files)
 
 
 def pack_tokens(packs: Path, command: Sequence[str]) -> Path | str:

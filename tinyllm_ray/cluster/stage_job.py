@@ -118,7 +118,7 @@ def unpack_step(shares: Sequence[Share]) -> list[str]:
     memory = min(share.memory_mib for share in shares)
     return [
         *("srun", f"--nodes={len(shares)}", f"--ntasks={len(shares)}", "--ntasks-per-node=1", f"--nodelist={nodes}"),
-        *("--overlap", "--gres=none", "--kill-on-bad-exit=0", "--mpi=none", "--unbuffered"),
+        *("--overlap", "--gres=none", "--kill-on-bad-exit=0", "--mpi=none"),  # buffered, so that lines stay whole
         f"--cpus-per-task={min(share.cpus for share in shares)}",
         *([f"--mem={memory}M"] if memory else []),
     ]

@@ -108,6 +108,7 @@ def make_pack(packs: Path, name: str, key: str, files: Sequence[Entry], **facts:
             "key": key,
             "files": len(files),
             "bytes": sum(entry.size for entry in files),
+            "folders": sorted({os.path.dirname(entry.name) for entry in files} - {""}),
             "parts": parts,
             **facts,
         }
@@ -134,6 +135,8 @@ def unpack(pack: Path, target: Path) -> dict[str, Any]:
         raise OSError(f"{needed / 2**30:.1f} GiB are needed in {target.parent}, and {free / 2**30:.1f} are free")
     target.mkdir(mode=0o700)
     try:
+        for folder in manifest["folders"]:  # first, as two parts that make the same one are in each other's way
+            (target / folder).mkdir(parents=True, exist_ok=True)
         with _workers(len(manifest["parts"])) as pool:
             for problem in pool.map(_read_part, [(pack, part, target) for part in manifest["parts"]]):
                 if problem:

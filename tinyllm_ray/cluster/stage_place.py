@@ -1,13 +1,13 @@
 """Where a job's staged copies lie on its nodes, and what has a process use them.
 
     $SLURM_TMPDIR/stage-UID-JOB, else SCRATCH/trUID-JOB/stage:
-        environment/   a virtual environment over the same interpreter, with all packages
-        source/        this package, where it is not among them (a checkout)
+        environment/   a virtual environment over the same interpreter, with all installed packages
         tokens/ID      the token cache that the command reads
         compiled/      what was compiled before, on machines like this one
         staged.json    which of them are whole
 
-Standard library only: the launcher and every node's step import this module.
+A checkout of this package is read where it lies: two hundred files beside ten thousands. Standard library only: the
+launcher and every node's step import this module.
 """
 
 import json
@@ -18,7 +18,7 @@ from pathlib import Path
 
 NAME = "stage"
 RECORD = "staged.json"
-ENVIRONMENT, SOURCE, TOKENS, COMPILED = "environment", "source", "tokens", "compiled"
+ENVIRONMENT, TOKENS, COMPILED = "environment", "tokens", "compiled"
 
 
 def stage_folder(job_folder: Path, user: int, job: int, environment: Mapping[str, str] = os.environ) -> Path:
@@ -43,7 +43,7 @@ def staged_python(folder: Path) -> str:
     return str(folder / ENVIRONMENT / "bin" / "python") if ENVIRONMENT in whole(folder) else sys.executable
 
 
-def staged_variables(folder: Path, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+def staged_variables(folder: Path) -> dict[str, str]:
     """Environment variables that have a process and its children use what is staged."""
     parts = whole(folder)
     variables = {}
@@ -51,9 +51,4 @@ def staged_variables(folder: Path, environment: Mapping[str, str] = os.environ) 
         variables["TINYLLM_RAY_STAGED_TOKENS"] = str(folder / TOKENS)
     if COMPILED in parts:
         variables["TINYLLM_RAY_COMPILE_CACHE"] = str(folder / COMPILED)
-    if SOURCE in parts:
-        # Entries that hold this package would go before the staged one; others are the user's own modules.
-        given = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
-        others = [path for path in given if not Path(path, "tinyllm_ray").is_dir()]
-        variables["PYTHONPATH"] = os.pathsep.join([str(folder / SOURCE), *others])
     return variables
