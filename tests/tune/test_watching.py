@@ -37,6 +37,7 @@ from tinyllm_ray.cluster.metrics import GPU_GAUGES, STUDY_GAUGES
 from tinyllm_ray.cluster.trials import run_trials
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.prepare import CACHE_VARIABLE
+from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.records import Fate, TrialRecord
 from tinyllm_ray.search.fitting import fit_space
 from tinyllm_ray.search.space import load_space, parse_space
@@ -94,10 +95,10 @@ class HeldDriver(StudyDriver):
     def ask(self) -> Mapping[str, Any] | None:
         request = super().ask()
         self._asked += request is not None
-        if request is None or self._asked != 2:
-            return request
-        endless = {**request["protocol"], "updates_per_window": 10**9}
-        return {**request, "protocol": endless, "limit_seconds": 1e6}
+        if request is None:
+            return None
+        endless = {"updates_per_window": 10**9} if self._asked == 2 else {}
+        return {**request, "protocol": {**request["protocol"], **endless}, "limit_seconds": 1e6}
 
     def hear(self, candidate: str, event: Mapping[str, Any]) -> None:
         if event["event"] == "forked" and self._asked == 2:
@@ -337,3 +338,26 @@ def test_a_tuner_takes_callbacks_and_its_study_tells_them(
         *_, last = map(json.loads, (out / "callbacks" / record.candidate / "result.json").read_text().splitlines())
         assert last["targets_per_second"] == record.targets_per_second
         assert not list((out / "callbacks").rglob("*tfevents*")), "what is given takes the place of the default"
+
+
+def test_grafanas_own_models_read_the_dashboard_without_losing_a_word() -> None:
+    models = pytest.importorskip("grafana_foundation_sdk.models.dashboard", reason="pip install grafana-foundation-sdk")
+    from grafana_foundation_sdk.cog import encoder, plugins
+
+    plugins.register_default_plugins()
+    shipped = json.loads((CLUSTER / "grafana_dashboard.json").read_text())
+    known = json.loads(encoder.JSONEncoder().encode(models.Dashboard.from_json(shipped)))
+    assert _within(shipped, known)
+
+
+def _within(part: Any, whole: Any) -> bool:
+    if isinstance(part, dict):
+        return all(name in whole and _within(value, whole[name]) for name, value in part.items())
+    if isinstance(part, list):
+        return len(part) == len(whole) and all(map(_within, part, whole))
+    return bool(part == whole)
+
+
+def test_a_mistake_in_the_callbacks_is_said_before_the_study(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"callbacks: 'tensorboard' is no ray\.tune\.Callback"):
+        Tuner(budget="1m", out=tmp_path, callbacks=["tensorboard"])
