@@ -1,8 +1,9 @@
 """What is trained (the recipe) and how it is run (the execution), as validated models.
 
 A configuration has the sections model, data, optimizer, training, evaluation and packing (together the recipe, which
-has an identity), execution and evaluation_execution (which may change speed and nothing else) and output. It is read
-from a preset, a YAML file that may name a preset to start from, and `--set dotted.key=value`.
+has an identity), execution and evaluation_execution (which may change speed and nothing else), output, and tuned where
+a study selected it. It is read from a preset, a YAML file that may name a preset to start from, and
+`--set dotted.key=value`.
 """
 
 import copy
@@ -15,10 +16,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import ValidationError, model_validator
+from pydantic import SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
 
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.execution import CUDA_GRAPH_MODES, EvaluationExecutionConfig, ExecutionConfig, PackedBackward
+from tinyllm_ray.promise import Promise
 from tinyllm_ray.sections import (
     DataConfig,
     EvaluationConfig,
@@ -50,6 +52,13 @@ class Config(Section):
     execution: ExecutionConfig = ExecutionConfig()
     evaluation_execution: EvaluationExecutionConfig = EvaluationExecutionConfig()
     output: OutputConfig = OutputConfig()
+    tuned: Promise | None = None
+    """What the study that selected this execution promises of it."""
+
+    @model_serializer(mode="wrap")
+    def _leave_out_no_promise(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = dump(self)
+        return {name: value for name, value in values.items() if name != "tuned" or value is not None}
 
     @model_validator(mode="after")
     def _check_division(self) -> Self:
@@ -161,9 +170,24 @@ class Config(Section):
         """SHA-256 over the recipe."""
         return identity(self.recipe)
 
+    @property
+    def workload(self) -> dict[str, Any]:
+        """All that an update's time depends on beside the machine, as plain values.
+
+        Rates, seeds and lengths are left out: what a study found out counts for every training of a sweep over them.
+        """
+        values = self.model_dump(mode="json", include={"model", "packing", "execution"})
+        values["packing"].pop("variants")
+        return values | {"tokens_per_update": self.training.tokens_per_update}
+
+    @property
+    def workload_identity(self) -> str:
+        """SHA-256 over the workload."""
+        return identity(self.workload)
+
     def with_execution(self, settings: Mapping[str, Any]) -> "Config":
-        """The same recipe under other execution settings; those not named stay."""
-        values = self.model_dump(mode="json")
+        """The same recipe under other execution settings, promised by nobody; those not named stay."""
+        values = self.model_dump(mode="json", exclude={"tuned"})
         values["execution"] |= settings
         return validate(values, "execution")
 

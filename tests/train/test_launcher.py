@@ -145,7 +145,9 @@ class TestRecord:
         assert (record.seconds_per_update, record.targets_per_second) == (0.2, 853.0)
         assert (record.memory.used_bytes, record.memory.total_bytes) == (10, 20)
         assert [device.host for device in record.devices] == ["here"]
-        assert record.environment == {"python": "3", "cpu_threads": 3}
+        assert record.environment.keys() == {"python", "cpu_threads", "import_seconds"}
+        assert (record.environment["python"], record.environment["cpu_threads"]) == ("3", 3)
+        assert record.environment["import_seconds"] > 0, "the starter's first candidate has it"
         assert record.compile_cache == str(tmp_path / "compile")
         assert record.configuration == "candidates/c001.yaml"
 

@@ -1,6 +1,7 @@
 """Train a recipe from start to end: `python -m tinyllm_ray.train --config nano --out runs/first`."""
 
 import argparse
+import logging
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -115,7 +116,13 @@ def _run(options: argparse.Namespace, interruption: Interruption, stages: Stages
         from tinyllm_ray.data.cache import open_cache
         from tinyllm_ray.data.prepare import default_cache
         from tinyllm_ray.train.ahead import import_compiler, warm_device
-        from tinyllm_ray.train.recipe import check_fits, check_validation, describe_equal_runs, describe_passes
+        from tinyllm_ray.train.recipe import (
+            check_checkpoints,
+            check_fits,
+            check_validation,
+            describe_equal_runs,
+            describe_passes,
+        )
         from tinyllm_ray.train.run import Run
         from tinyllm_ray.train.show import progress_line
         from tinyllm_ray.train.trainer import choose_device
@@ -125,6 +132,7 @@ def _run(options: argparse.Namespace, interruption: Interruption, stages: Stages
         cache = open_cache(config.data.cache or default_cache())
         check_fits(config, cache)
         check_validation(config, cache)
+        check_checkpoints(config)
         device = choose_device(config)
         if _is_complete(options, config, cache):
             return EXIT_DONE
@@ -133,6 +141,7 @@ def _run(options: argparse.Namespace, interruption: Interruption, stages: Stages
         stages.end("cache_checks")
         warm = helpers.submit(warm_device, config, device)
         import_compiler(config)
+        _use_compiled(config, Path(folder.result()))
         warm.result()
         stages.end("compiler_and_device")
     for line in (describe_passes(config, cache), describe_equal_runs(config)):
@@ -198,11 +207,30 @@ def _configuration(options: argparse.Namespace) -> "Config":
         if options.resume is None or not source.exists():
             raise ConfigError("--config is missing: a preset's name or a YAML file; see --help for examples")
     config = load(source, options.set)
-    if config.data.cache is None:
-        return config
-    # As given it would mean another folder where the run is gone on with from elsewhere.
-    absolute = {"cache": str(Path(config.data.cache).absolute())}
-    return config.model_copy(update={"data": config.data.model_copy(update=absolute)})
+    # As given they would mean other folders where the run is gone on with from elsewhere.
+    if config.tuned is not None and config.tuned.compiled is not None:
+        compiled = Path(source).absolute().parent / config.tuned.compiled.file
+        promise = config.tuned.model_copy(
+            update={"compiled": config.tuned.compiled.model_copy(update={"file": str(compiled)})}
+        )
+        config = config.model_copy(update={"tuned": promise})
+    if config.data.cache is not None:
+        absolute = {"cache": str(Path(config.data.cache).absolute())}
+        config = config.model_copy(update={"data": config.data.model_copy(update=absolute)})
+    return config
+
+
+def _use_compiled(config: "Config", folder: Path) -> None:
+    """Start with what the study compiled, where the configuration is still the one it was compiled for."""
+    promise = config.tuned
+    if promise is None or promise.compiled is None or promise.workload != config.workload_identity:
+        return
+    from tinyllm_ray.measure.environment import source_identity
+    from tinyllm_ray.train.compile_artifact import use_compiled
+
+    line = use_compiled(promise.compiled, folder, source_identity().sha256)
+    logging.getLogger(__name__).info("%s", line)
+    say(line, sys.stderr)
 
 
 def _checkpoint(options: argparse.Namespace, config: "Config", cache: "TokenCache") -> "Checkpoint | None":

@@ -22,6 +22,9 @@ from tinyllm_ray.train.compile_cache import cache_variables
 from tinyllm_ray.train.outcome import RunningCandidate, build_record, judge
 from tinyllm_ray.train.starter import end_group
 
+COMPILED = "compiled"
+"""Ending of the file, beside a candidate's log, that keeps what it compiled."""
+
 _SECONDS_TO_END = 5.0
 """How long a killed candidate may take to be reaped before its starter is given up."""
 
@@ -70,9 +73,10 @@ class Launcher:
         assert self._starter.stdin is not None
         deadline = Deadline.after(request["limit_seconds"], self._clock)
         self._candidate = RunningCandidate(request, deadline, self._clock(), time.time())
-        log = self._logs / f"{request['candidate']}.log"
+        log, compiled = (str(self._logs / f"{request['candidate']}.{kind}") for kind in ("log", COMPILED))
+        asked = {**request, "log": log, "compiled": compiled}
         try:
-            self._starter.stdin.write((json.dumps({**request, "log": str(log)}) + "\n").encode())
+            self._starter.stdin.write((json.dumps(asked) + "\n").encode())
             self._starter.stdin.flush()
         except BrokenPipeError:
             # Its end shows in `step` as the end of the events.

@@ -86,6 +86,16 @@ def check_validation(config: Config, cache: TokenCache) -> None:
         )
 
 
+def check_checkpoints(config: Config) -> None:
+    """Raises ConfigError where a checkpoint is asked for that the recipe never comes to."""
+    last, asked = total_updates(config), max(config.output.checkpoint_updates or (0,))
+    if asked > last:
+        raise ConfigError(
+            f"output.checkpoint_updates: {asked} is beyond the recipe's last update, {last}; leave it out, or raise "
+            "training.token_budget"
+        )
+
+
 def check_vocabulary(config: Config, cache: TokenCache) -> None:
     """Raises ConfigError where `cache` holds ids that the model has not."""
     if cache.vocab_size > config.model.vocab_size:

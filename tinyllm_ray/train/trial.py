@@ -11,6 +11,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -26,6 +27,8 @@ from tinyllm_ray.measure.need import Bar
 from tinyllm_ray.measure.windows import measure
 from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.records import Proof, Purpose
+from tinyllm_ray.train.compile_artifact import save_compiled
+from tinyllm_ray.train.compile_cache import given_folder
 from tinyllm_ray.train.proof import Evidence, Watched, gather_evidence
 from tinyllm_ray.train.trainer import Trainer
 
@@ -48,6 +51,8 @@ class TrialRequest(BaseModel):
     """Address of the node's server of token ranges; None reads the cache's files."""
     configuration: str | None = None
     """Path of the candidate's configuration file, relative to the study's folder."""
+    compiled: str | None = None
+    """Path of the file that what the candidate compiles is kept in; None keeps it nowhere."""
     device_kind: Literal["cuda", "cpu"] | None = None
     """What the study's figures are of; None takes what there is."""
     parity: bool = False
@@ -139,6 +144,17 @@ def _measure_candidate(request: TrialRequest, emit: Emit, begin: float, clock: C
                 "proof_seconds": clock() - proof_began,
             }
         )
+        if request.compiled and config.execution.update != "eager" and not found.dominated and not evidence.faults:
+            _keep_compiled(Path(request.compiled))
+
+
+def _keep_compiled(path: Path) -> None:
+    """Said after the result, which a folder that cannot be written must not cost."""
+    folder = given_folder()
+    try:
+        save_compiled(path, Path(folder) if folder else None)
+    except Exception:  # standard error is the candidate's log
+        traceback.print_exc()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -204,6 +204,7 @@ class StudyDriver:
             targets_per_second=rate,
             versus_baseline=rate / base if rate and base else None,
             seconds=record.seconds.total if record else None,
+            compile_seconds=record.seconds.compile if record else None,
         )
 
 

@@ -42,6 +42,8 @@ class Row:
     """Throughput divided by the baseline's."""
     seconds: float | None
     """What the candidate took from request to record."""
+    compile_seconds: float | None = None
+    """Its first update, which includes compilation."""
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,14 @@ from typing import Any
 
 from tinyllm_ray import journal
 from tinyllm_ray.config import Config
+from tinyllm_ray.promise import CompiledFile
 from tinyllm_ray.records import SCHEMA_VERSION, TrialRecord
 from tinyllm_ray.search.study import Study
 from tinyllm_ray.tune.budget import SUMMARY
 from tinyllm_ray.tune.driver import StudyDriver
 from tinyllm_ray.tune.folder import SELECTED
 from tinyllm_ray.tune.page.maker import PAGE, PageMaker
+from tinyllm_ray.tune.promise import build_promise, drop_compiled
 
 
 @dataclass
@@ -36,20 +38,26 @@ class Report:
     """Recipe, space, machine and cluster, for the summary."""
     page: PageMaker | None = None
     """Makes the page for people, in a process of its own."""
+    compiled: CompiledFile | None = None
+    """What the selected execution compiled, as of the last `write`."""
 
     def write(self, driver: StudyDriver) -> None:
         """Rewrite both files, and have the page made. Raises OSError where they cannot be written."""
         selection = driver.study.selection()
         if selection is not None:
             selected = self.config.with_execution(selection.record.execution)
+            promise = build_promise(driver.study, selection.record, selected, self.out)
+            selected = selected.model_copy(update={"tuned": promise})
+            self.compiled = promise.compiled if promise else None
             journal.write_atomically(self.out / SELECTED, selected.to_yaml().encode())
         summary = json.dumps(self._summary(driver), indent=2, allow_nan=False) + "\n"
         journal.write_atomically(self.out / SUMMARY, summary.encode())
         if self.page is not None:
             self.page.ask()
 
-    def finish_page(self) -> None:
-        """Have the last page made; takes 3 s at most, of what is kept free for the study's end."""
+    def finish(self) -> None:
+        """Drop what nobody needs and have the last page made; 3 s at most, of what is kept free for the study's end."""
+        drop_compiled(self.out, self.compiled)
         if self.page is not None:
             self.page.finish()
 

@@ -47,9 +47,9 @@ class Session:
             return self._status
 
     def settle(self) -> None:
-        """Write the report once more, with all seconds that were used, and its page."""
+        """Write the report once more, with all seconds that were used, and its page; drop what nobody needs."""
         self._write_report()
-        self._report.finish_page()
+        self._report.finish()
 
     def _publish(self, record: TrialRecord) -> None:
         self._channel.send("record", record=record.model_dump(mode="json"))
