@@ -2,17 +2,25 @@
 
 import hashlib
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from promises import promised
 from torch._dynamo.utils import counters
 from torch.compiler._cache import CacheArtifactManager
 
+from tinyllm_ray.config import Config, load
+from tinyllm_ray.data.cache import TokenCache
+from tinyllm_ray.measure.environment import machine_fingerprint, source_identity
 from tinyllm_ray.promise import CompiledFile
+from tinyllm_ray.train.__main__ import main
 from tinyllm_ray.train.compile_artifact import GRAPHS, ArtifactError, load_compiled, save_compiled, use_compiled
-from tinyllm_ray.train.compile_cache import cache_variables
+from tinyllm_ray.train.compile_cache import FOLDER_VARIABLE, cache_variables
+from tinyllm_ray.train.trial import keep_compiled
+
+MakeConfig = Callable[..., Config]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
 
@@ -106,6 +114,62 @@ def test_what_does_not_fit_is_not_used_and_says_why(
     assert "\n" not in said
     assert not cache.exists(), "not a byte was written"
     assert compile_once() == (0, 1)
+
+
+def test_a_folder_that_cannot_be_written_costs_the_file_alone(
+    machine: Path, artifact: CompiledFile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its candidate has given its result by then."""
+    keep_compiled(machine / "absent" / "c01.compiled")
+    assert "FileNotFoundError" in capsys.readouterr().err
+
+
+def trained(config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, Config]:
+    """What `train --config selected.yaml` says, and the configuration that the run keeps."""
+    selected = tmp_path / "study" / "selected.yaml"
+    selected.parent.mkdir()
+    selected.write_text(config.to_yaml())
+    assert main(["--config", str(selected), "--out", str(tmp_path / "run"), *arguments]) == 0
+    return capsys.readouterr().err, load(tmp_path / "run" / "config.yaml")
+
+
+class TestTraining:
+    """A file that is not there does not keep a training from its end."""
+
+    @pytest.fixture
+    def selected(
+        self, tiny: MakeConfig, tiny_cache: TokenCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> Config:
+        for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+            monkeypatch.setenv(name, "")  # so that what the program sets is undone
+        monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "caches"))
+        compiled = {
+            "file": "candidates/c01.compiled",
+            "sha256": "0" * 64,
+            "machine": machine_fingerprint(),
+            "source": source_identity().sha256,
+        }
+        config = tiny(
+            data={"cache": str(tiny_cache.folder)}, training={"max_updates": 2}, output={"checkpoint": "none"}
+        )
+        return promised(config, compiled=compiled)
+
+    def test_it_is_looked_for_beside_the_configuration(
+        self, selected: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        said, kept = trained(selected, tmp_path, capsys)
+        file = tmp_path / "study/candidates/c01.compiled"
+        assert said.count(f"compiled code {file} is not used: it cannot be read: No such file or directory") == 1
+        assert kept.tuned is not None
+        assert kept.tuned.compiled is not None
+        assert kept.tuned.compiled.file == str(file), "found again from anywhere"
+
+    def test_for_another_execution_it_is_not_looked_for(
+        self, selected: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        said, _ = trained(selected, tmp_path, capsys, "--set", "execution.micro_batch_size=2")
+        assert "compiled code" not in said
+        assert "is of other settings" in said
 
 
 class TestLibraries:

@@ -145,10 +145,10 @@ def _measure_candidate(request: TrialRequest, emit: Emit, begin: float, clock: C
             }
         )
         if request.compiled and config.execution.update != "eager" and not found.dominated and not evidence.faults:
-            _keep_compiled(Path(request.compiled))
+            keep_compiled(Path(request.compiled))
 
 
-def _keep_compiled(path: Path) -> None:
+def keep_compiled(path: Path) -> None:
     """Said after the result, which a folder that cannot be written must not cost."""
     folder = given_folder()
     try:
