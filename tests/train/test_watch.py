@@ -14,6 +14,7 @@ from runs import learned, metrics_of, read_json
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.measure.environment import devices
+from tinyllm_ray.measure.kernels import KernelProfile
 from tinyllm_ray.train import proved as proved_module
 from tinyllm_ray.train import saving as saving_module
 from tinyllm_ray.train.progress import Evaluating, Event
@@ -122,11 +123,11 @@ def test_seconds_are_predicted_by_phase(short: Config) -> None:
 
 
 class SlowMachine:
-    """A clock that only updates, evaluations and checkpoints advance."""
+    """A clock that only updates, evaluations, checkpoints and the reading of a profile advance."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = FakeClock()
-        step, save = Trainer.step, saving_module.save_checkpoint
+        step, save, record = Trainer.step, saving_module.save_checkpoint, proved_module.record_kernels
 
         def slow_step(trainer: Trainer) -> Statistics:
             self.clock.advance(10.0)
@@ -136,7 +137,13 @@ class SlowMachine:
             self.clock.advance(1000.0)
             return save(*arguments, **options)
 
+        def slow_record(*arguments: Any) -> KernelProfile:
+            found = record(*arguments)
+            self.clock.advance(200.0)
+            return found
+
         monkeypatch.setattr(Trainer, "step", slow_step)
+        monkeypatch.setattr(proved_module, "record_kernels", slow_record)
         monkeypatch.setattr(saving_module, "save_checkpoint", slow_save)
 
     def hear(self, event: Event) -> None:
@@ -150,7 +157,7 @@ class SlowMachine:
 
 
 class TestRun:
-    def test_evaluations_and_checkpoints_are_no_part_of_the_throughput(
+    def test_evaluations_checkpoints_and_the_proof_are_no_part_of_the_throughput(
         self,
         short: Config,
         tiny_cache: TokenCache,
@@ -166,7 +173,7 @@ class TestRun:
         assert "five minutes" not in capsys.readouterr().err
         assert promise["predicted_seconds"]["training"] == pytest.approx(490.0)
         took = promise["took_seconds"]
-        assert (took["start"], took["training"], took["checkpoints"]) == pytest.approx((10.0, 490.0, 5000.0))
+        assert (took["start"], took["training"], took["checkpoints"]) == pytest.approx((10.0, 690.0, 5000.0))
         assert took["evaluation"] >= 1500.0
         assert took["total"] == pytest.approx(sum(took[name] for name in took.keys() - {"total"}))
         assert promise["total_deviation"] == pytest.approx(took["total"] / promise["predicted_seconds"]["total"] - 1)

@@ -31,7 +31,8 @@ examples:
   python -m tinyllm_ray.train --config nano --out runs/first
       two CPU cores train the smallest preset in minutes
   python -m tinyllm_ray.train --config OUT/selected.yaml --out runs/tuned
-      the recipe under the execution that the tuner selected
+      the recipe under the execution that the tuner selected, started with what the study compiled; kernels, throughput
+      and seconds are compared with what it promised, and result.json has both
   python -m tinyllm_ray.train --config 20m --set training.max_updates=100 --out runs/short
       a preset with settings changed
   python -m tinyllm_ray.train --config 20m --set output.checkpoint=interval --set output.checkpoint_interval=500 \\

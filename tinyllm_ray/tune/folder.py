@@ -2,8 +2,8 @@
 
 OUT/study.yaml       what is studied; written first
 OUT/trials.jsonl     a TrialRecord a line
-OUT/candidates/      a configuration and a log a candidate
-OUT/selected.yaml    the configuration to use
+OUT/candidates/      a configuration and a log a candidate, and what the selected one compiled
+OUT/selected.yaml    the configuration to use, and what is promised of it (section tuned)
 OUT/summary.json     the study as it stands
 """
 

@@ -97,6 +97,8 @@ def check_request(request: StudyRequest) -> Asked:
         # Trials run in folders of their own, so the path has to hold from anywhere.
         folder = Path(config.data.cache).expanduser().resolve()
         config = config.model_copy(update={"data": config.data.model_copy(update={"cache": str(folder)})})
+    if config is not None:
+        config = config.model_copy(update={"tuned": None})  # an earlier study's word, should it be one's answer
     return Asked(config, checked, request.protocol)
 
 
