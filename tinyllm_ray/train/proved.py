@@ -74,7 +74,8 @@ def _compare(trainer: Trainer, promise: Promise | None, profile: KernelProfile) 
             faults.append(f"attention ran on {_names(seen)}, and {_names(promise.attention)} was promised")
         faults += _differences(times, promise.kernel_milliseconds)
     total = sum(times.values())
-    how = f"kernels of {profile.updates} updates: attention on {_names(seen)}, {total:.2f} ms an update"
+    counted = f"{profile.updates} update{'s' * (profile.updates > 1)}"
+    how = f"kernels of {counted}: attention on {_names(seen)}, {total:.2f} ms an update"
     if promise is not None:
         how += f", {sum(promise.kernel_milliseconds.values()):.2f} in the study"
     word = "promised" if promise is not None else "asked for"
