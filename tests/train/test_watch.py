@@ -211,6 +211,11 @@ def plain(short: Config, tiny_cache: TokenCache, tmp_path_factory: pytest.TempPa
 
 
 class TestProof:
+    @pytest.fixture(autouse=True)
+    def _unhurried(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Three updates are profiled however slow the machine is."""
+        monkeypatch.setattr(proved_module, "_LIMIT_SECONDS", 1e9)
+
     def test_the_kernels_are_those_promised(
         self,
         short: Config,
@@ -223,7 +228,7 @@ class TestProof:
             assert Run(promised(short), tiny_cache, tmp_path).execute() == 0
         proof = read_json(tmp_path / "result.json")["promise"]["proof"]
         assert (proof["attention"], proof["promised_attention"], proof["faults"]) == (["flash"], ["flash"], [])
-        assert 1 <= proof["updates"] <= 3
+        assert proof["updates"] == 3
         assert proof["line"].endswith("as promised")
         assert [record.getMessage() for record in caplog.records].count(proof["line"]) == 1
         assert learned(tmp_path) == plain, "the profiled updates are the recipe's own"
@@ -250,7 +255,7 @@ class TestProof:
         assert any(fault.startswith("matmul kernels ran, which the study had none of") for fault in faults)
 
     def test_it_stops_where_an_evaluation_is_due(
-        self, tiny: MakeConfig, tiny_cache: TokenCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, tiny: MakeConfig, tiny_cache: TokenCache, tmp_path: Path
     ) -> None:
         """An epoch an update: a profile of three would pass over two of their evaluations."""
         config = tiny(training={"token_budget": 10 * 128, "epochs": 10})
