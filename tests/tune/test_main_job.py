@@ -104,12 +104,19 @@ def test_the_selected_configuration_trains(
     folder, done = study
     assert "next: python -m tinyllm_ray.train --config study/selected.yaml --out " in done.output
     assert load(folder / "selected.yaml").execution.model_dump(mode="json") == summary["selected"]["execution"]
+    promise = load(folder / "selected.yaml").tuned
+    assert promise is not None
+    assert promise.candidate == summary["selected"]["candidate"]
+    assert promise.low < promise.targets_per_second < promise.high
     arguments = ("--config", folder / "selected.yaml", "--set", "training.max_updates=3", "--out", "run")
     trained = run_module("tinyllm_ray.train", *arguments, cwd=tmp_path)
     assert trained.status == 0, trained.output
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["status"] == "complete"
     assert result["step"] == 3
+    assert "promised: " in trained.output
+    assert result["promise"]["not_compared"] is None
+    assert result["promise"]["predicted_seconds"]["total"] > promise.start_seconds > 0
     assert result["recipe_identity"] == summary["recipe_identity"]
     assert result["validation"]["validation_complete"]
     assert result["levels"]["unigram"] == pytest.approx(6.81, abs=0.02)
