@@ -17,6 +17,7 @@ from ray.tune.search import Searcher
 
 from tinyllm_ray.clock import Deadline
 from tinyllm_ray.cluster.connect import Connection
+from tinyllm_ray.cluster.places import ELSEWHERE, Hold, Over, Placing, this_place
 from tinyllm_ray.cluster.prefetch import address_on_this_node
 from tinyllm_ray.cluster.room import Room
 from tinyllm_ray.measure.environment import collect_environment, source_identity
@@ -33,14 +34,17 @@ class Driver(Protocol):
     """Decides what is measured; its methods are called from Tune's loop, one at a time."""
 
     def ask(self) -> Mapping[str, Any] | None:
-        """The next TrialRequest, or None when there is none now."""
+        """The next TrialRequest, or None when there is none now.
+
+        Its `place`, where it has one, is the place it has to run in: one that came with a record.
+        """
 
     @property
     def finished(self) -> bool:
         """Whether `ask` will never give another one."""
 
     def hear(self, candidate: str, event: Mapping[str, Any]) -> None:
-        """One event of a running candidate, `{"event": "record", "record": {...}}` being its last."""
+        """One event of a running candidate, `{"event": "record", "record": {...}, "place": ...}` being its last."""
 
     def lose(self, candidate: str) -> None:
         """A candidate's Ray process or node went away before its record came."""
@@ -61,6 +65,8 @@ def run_trials(
         TUNE_FORCE_TRIAL_CLEANUP_S=_FORCED_CLEANUP_SECONDS,
         TUNE_DISABLE_SIGINT_HANDLER="1",
         RAY_AIR_NEW_OUTPUT="0",
+        # Or one process would be started after the other, 4 to 8 s each.
+        TUNE_MAX_PENDING_TRIALS_PG=str(concurrency(connection)),
     )
     room = Room(resources(connection))
     first = driver.ask()
@@ -80,7 +86,7 @@ def run_trials(
             name="tune",
             storage_path=str(storage),
             verbose=0,
-            stop=room,
+            stop=[room, Over(searcher.is_over)],
             # A trial has nothing to keep, and its node need not see the driver's storage.
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
         ),
@@ -109,6 +115,8 @@ class CandidateTrial(tune.Trainable):  # type: ignore[misc]
     def setup(self, config: dict[str, Any]) -> None:
         self._launcher: Launcher | None = None
         self._fault: dict[str, Any] | None = None
+        self._hold: Hold | None = None
+        self._place = this_place()
         self._begin(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
@@ -118,12 +126,12 @@ class CandidateTrial(tune.Trainable):  # type: ignore[misc]
         return True
 
     def step(self) -> dict[str, Any]:
-        event = self._fault
+        event = self._hold.step() if self._hold else self._fault
         if event is None:
             assert self._launcher is not None
             event = self._launcher.step()
         # As text: Tune flattens nested results on their way to the searcher.
-        return {"event": json.dumps(event), "done": event["event"] == "record"}
+        return {"event": json.dumps({**event, "place": self._place}), "done": event["event"] == "record"}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """A candidate is measured again, never continued."""
@@ -137,7 +145,11 @@ class CandidateTrial(tune.Trainable):  # type: ignore[misc]
 
     def _begin(self, config: Mapping[str, Any]) -> None:
         """Start the candidate; what this node cannot do becomes its record, since Tune passes on no reason."""
+        wanted = config["request"].get("place")
+        self._hold = Hold() if wanted not in (None, self._place) else None
         self._fault = None
+        if self._hold:
+            return
         try:
             if self._launcher is None:
                 self._launcher = _build_launcher(Path(config["logs"]))
@@ -179,22 +191,38 @@ class _Searcher(Searcher):  # type: ignore[misc]
         self._first: Mapping[str, Any] | None = first
         self._most_at_once = most_at_once
         self._settings = {"logs": str(logs), "range_servers": range_servers}
-        self._running: dict[str, str] = {}
+        self._running: dict[str, Mapping[str, Any]] = {}
+        """Requests by trial."""
+        self._placing = Placing(most_at_once)
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
-        if len(self._running) >= self._most_at_once:
+        if len(self._running) + len(self._placing) >= self._most_at_once:
             return None
-        request, self._first = self._first or self._driver.ask(), None
+        request, self._first = self._placing.next() or self._first or self._driver.ask(), None
         if request is None:
             return Searcher.FINISHED if self._driver.finished else None
-        self._running[trial_id] = request["candidate"]
+        self._running[trial_id] = request
         return {"request": dict(request), **self._settings}
 
+    def is_over(self) -> bool:
+        """Whether nothing runs any more that the driver waits for."""
+        return self._driver.finished and not self._running and len(self._placing) > 0
+
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
-        self._driver.hear(self._running[trial_id], json.loads(result["event"]))
+        request, event = self._running.get(trial_id), json.loads(result["event"])
+        if request is None:
+            return  # it holds its device
+        if event["event"] != ELSEWHERE:
+            self._driver.hear(request["candidate"], event)
+            return
+        del self._running[trial_id]
+        if not self._placing.hear(trial_id, request):
+            self._driver.lose(request["candidate"])
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        candidate = self._running.pop(trial_id)
+        if self._placing.end(trial_id):
+            return
+        candidate = self._running.pop(trial_id)["candidate"]
         event = json.loads(result["event"]) if result and not error else {"event": None}
         if event["event"] == "record":
             self._driver.hear(candidate, event)
@@ -203,8 +231,8 @@ class _Searcher(Searcher):  # type: ignore[misc]
 
     def lose_the_rest(self) -> None:
         """Tune says nothing of the trials that it gave up with the experiment."""
-        for candidate in self._running.values():
-            self._driver.lose(candidate)
+        for request in self._running.values():
+            self._driver.lose(request["candidate"])
         self._running.clear()
 
     def __getstate__(self) -> dict[str, Any]:

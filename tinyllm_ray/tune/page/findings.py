@@ -190,10 +190,13 @@ def memory_bytes(record: TrialRecord) -> int | None:
 
 
 def device_speeds(records: Sequence[TrialRecord]) -> tuple[DeviceSpeed, ...]:
-    """The devices as their controls show them; none where no control was measured."""
-    controls = [
-        Control(device_label(one.devices[0] if one.devices else None), one.timestamp, one.targets_per_second)
-        for one in records
-        if one.purpose == "control" and one.targets_per_second and one.fate == Fate.COMPLETE
+    """The devices as their controls and the baseline's own record show them; none where no control was measured."""
+    names = {one.execution_identity for one in records if one.purpose == "control"}
+    measured = [
+        one for one in records if one.execution_identity in names and one.purpose != "verification" and believed(one)
     ]
-    return tuple(DeviceBlocks(controls, spread_of(records)).speeds()) if controls else ()
+    controls = [
+        Control(device_label(one.devices[0] if one.devices else None), one.timestamp, one.targets_per_second or 0.0)
+        for one in measured
+    ]
+    return tuple(DeviceBlocks(controls, spread_of(measured)).speeds()) if controls else ()

@@ -136,7 +136,7 @@ def _candidate(
         reason=(record.reason if record else (row or {}).get("detail")) or "",
         role=", ".join(role for role, own in roles.items() if own == name),
         targets_per_second=rate,
-        versus_baseline=rate / base if rate and base else None,
+        versus_baseline=(row or {}).get("versus_baseline") or (rate / base if rate and base else None),
         spread=record.spread if record else None,
         seconds=record.seconds.total if record else (row or {}).get("seconds"),
         evidence=tuple(_evidence(record)) if record else (),
