@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from noisy_device import a_record
 from study_replay import fitted, gh200, on_device, replay
-from test_study import KERNEL_SPACE, MANY, UNSEEN, made_up, planted, study
+from test_study import KERNEL_SPACE, MANY, ONCE, UNSEEN, made_up, planted, study
 
 from tinyllm_ray.records import Fate, Seconds, TrialRecord, Window
-from tinyllm_ray.search.answers import Trial, Wait
+from tinyllm_ray.search.answers import Finished, Trial, Wait
 from tinyllm_ray.search.controls import MOST_FAILURES, Controls
 from tinyllm_ray.search.paired import PairedVerifier
 from tinyllm_ray.search.study import Study
@@ -78,16 +78,30 @@ def test_a_device_that_began_late_measures_the_control_before_any_candidate() ->
     assert stages(asked, "GPU-0", "GPU-1") == ["search", "control"]
 
 
-def going(until: float, total: float = 20.0) -> Study:
+def test_a_device_that_has_its_control_goes_on_where_others_have_not_come_yet() -> None:
+    """They may be busy with another's job for as long as the study lasts."""
+    asked = study(devices=4)
+    baseline = asked.ask(1e6)
+    assert isinstance(baseline, Trial)
+    asked.tell(on_device(gh200(baseline), 0, 1.0, 0.0))
+    assert stages(asked, "GPU-0", None, "GPU-0") == ["eager", "control", "search"]
+
+
+def test_no_control_is_measured_where_nothing_comes_after_it() -> None:
+    """A single training, for which nothing else pays."""
+    asked = study(going(601.0)._cost.records, objective=ONCE)
+    assert isinstance(asked.ask(1e6, "GPU-0"), Finished)
+
+
+def going(until: float) -> Study:
     """One device whose baseline began at 0 and whose last trial ended at `until`."""
     asked = study()
     for stage in ("baseline", "eager"):
         trial = asked.ask(1e6)
         assert isinstance(trial, Trial)
         assert trial.stage == stage
-        at = 0.0 if stage == "baseline" else until - total
-        result = on_device(gh200(trial), 0, 1.0, at)
-        asked.tell(result.model_copy(update={"seconds": result.seconds.model_copy(update={"total": total})}))
+        result = gh200(trial)
+        asked.tell(on_device(result, 0, 1.0, 0.0 if stage == "baseline" else until - (result.seconds.total or 0.0)))
     return asked
 
 
@@ -139,6 +153,29 @@ def test_controls_that_fail_are_not_asked_for_without_end() -> None:
     assert [trial.stage for trial in done.trials].count("control") <= 7 + MOST_FAILURES
     assert done.finished is not None
     assert done.study.selection() is not None
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_devices_that_compile_the_control_at_once_do_not_teach_how_long_a_warm_one_takes(
+    order: tuple[int, ...],
+) -> None:
+    """18 s each on one host; only what comes after them finds the compilation there."""
+    asked = study(devices=3)
+    trials = [asked.ask(1e6) for _ in range(3)]
+    before = asked._cost.starts(asked.space.baseline)
+    for number in order:
+        trial = trials[number]
+        assert isinstance(trial, Trial)
+        purpose = "control" if trial.stage == "control" else "search"
+        asked.tell(on_device(gh200(trial), number, 1.0, 0.0).model_copy(update={"purpose": purpose}))
+    starts = asked._cost.starts(asked.space.baseline)
+    assert starts.cold == 18.31
+    assert starts.warm == pytest.approx(before.warm, rel=0.2), "what is known of other machines"
+    again = trials[0]
+    assert isinstance(again, Trial)
+    warm = on_device(gh200(again), 1, 1.0, 600.0)
+    asked._learn(warm.model_copy(update={"seconds": warm.seconds.model_copy(update={"compile": 2.5})}))
+    assert asked._cost.starts(asked.space.baseline).warm == 2.5
 
 
 def test_a_broken_study_goes_on_with_the_controls_it_has() -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import ray
 from ray.tune import Stopper
 
+from tinyllm_ray.clock import Clock
+
 ELSEWHERE = "elsewhere"
 """The event of a trial whose place is not the one that was asked for."""
 
@@ -37,15 +39,16 @@ def is_there(place: str) -> bool:
 class Hold:
     """A trial that holds its device, as its candidate has to run in another place."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Clock = time.monotonic, sleep: Callable[[float], None] = time.sleep) -> None:
         self._clock = clock
+        self._sleep = sleep
         self._until = clock() + HOLD_SECONDS
 
     def step(self) -> dict[str, Any]:
         """The trial's event. Raises RuntimeError once it is to end, so that Tune does not use its process again."""
         if self._clock() >= self._until:
             raise RuntimeError("this device was not the one asked for, and has been held for long enough")
-        time.sleep(_STEP_SECONDS)
+        self._sleep(_STEP_SECONDS)
         return {"event": ELSEWHERE}
 
 
@@ -61,6 +64,11 @@ class Placing:
     def __len__(self) -> int:
         """Devices that are held."""
         return len(self._holding)
+
+    @property
+    def is_searching(self) -> bool:
+        """Whether a candidate is to be tried as another trial."""
+        return self._request is not None
 
     def next(self) -> Mapping[str, Any] | None:
         """The request that is to be tried as another trial, if there is one."""

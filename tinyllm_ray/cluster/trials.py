@@ -205,8 +205,8 @@ class _Searcher(Searcher):  # type: ignore[misc]
         return {"request": dict(request), **self._settings}
 
     def is_over(self) -> bool:
-        """Whether nothing runs any more that the driver waits for."""
-        return self._driver.finished and not self._running and len(self._placing) > 0
+        """Whether nobody waits for the trials that are left, which hold their devices."""
+        return self._driver.finished and not self._running and not self._placing.is_searching and len(self._placing) > 0
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
         request, event = self._running.get(trial_id), json.loads(result["event"])

@@ -70,7 +70,7 @@ class Controls:
     ) -> Trial | None:
         """The control that is to be measured now, if one is; `device` has just ended a trial, where that is known."""
         measuring = [trial.stage for trial in running if trial.stage in ("baseline", "control")]
-        first = self._is_first_due(len(measuring))
+        first = self._is_first_due(device, len(measuring))
         if not self._can_be_measured or not (first or self._is_due(device)):
             return None
         short = shortest(protocol)
@@ -84,10 +84,10 @@ class Controls:
         name = f"{baseline.id}-control{1 + len(self.records) + measuring.count('control')}"
         return Trial(again(baseline, name, "control"), "control", prediction, short) if fits else None
 
-    def _is_first_due(self, measuring: int) -> bool:
-        """Whether some device has not begun with the control."""
+    def _is_first_due(self, device: str | None, measuring: int) -> bool:
+        """Whether some device, and so perhaps this one, has not begun with the control."""
         known = {device_name(record) for record in self._measured}
-        return max(len(known), self._begun) + measuring < self._devices
+        return device not in known and max(len(known), self._begun) + measuring < self._devices
 
     def _is_due(self, device: str | None) -> bool:
         if device not in self._until or not self._measured:

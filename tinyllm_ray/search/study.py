@@ -97,8 +97,8 @@ class Study:
         self._admission = self._admit(remaining_seconds)
         if self._baseline in self._searching():
             comes_first = f"{self._candidates[self._baseline].id} comes first: every other is compared with it"
-            return self._ask_control() or Wait(comes_first)
-        answer = self._ask_first() or self._ask_search(device)
+            return self._ask_control(device) or Wait(comes_first)
+        answer = self._ask_first(device) or self._ask_search(device)
         if isinstance(answer, Finished) and not self._running:
             return self._ask_verification(answer)
         if isinstance(answer, Finished):
@@ -175,23 +175,21 @@ class Study:
 
     # What comes next
 
-    def _ask_first(self) -> Trial | Finished | None:
+    def _ask_first(self, device: str | None) -> Trial | Finished | None:
         """The baseline, and the eager row; None when they are settled, or the eager row does not fit."""
         if self._baseline not in self._results:
             # Without the baseline there is no answer at all, so it may take the chance.
             prediction = self._cost.predict(self.space.baseline)
             if prediction.expected_seconds <= self._admission.seconds_left:
-                return self._start(self.space.baseline, "baseline", prediction)
+                return self._run(Trial(self._candidates[self._baseline], "baseline", prediction))
             self._admission.left_out[self._baseline] = self.space.baseline, prediction
             return Finished(f"budget: the baseline needs {self._admission.least()}", budget_exhausted=True)
-        if control := self._ask_control():
-            return control
         if self._eager not in self._results and self._eager not in self._searching():
             execution = self._candidates[self._eager].execution
             if out_of_memory(execution, self._results.values()) is None:
                 prediction = self._cost.predict(execution)
                 if self._admission.fits(execution, prediction):
-                    return self._start(execution, "eager", prediction)
+                    return self._start(execution, "eager", prediction, device)
                 self._admission.left_out[self._eager] = execution, prediction
         return None
 
@@ -208,8 +206,7 @@ class Study:
         paying = [prospect for prospect in found if prospect.pays(self.objective)]
         for prospect in paying:
             if self._admission.fits(prospect.execution, prospect.prediction):
-                # Nothing is measured on a device whose speed is not known, or was long ago.
-                return self._ask_control(device) or self._start(prospect.execution, "search", prospect.prediction)
+                return self._start(prospect.execution, "search", prospect.prediction, device)
         for prospect in paying[:_FEW]:
             self._admission.left_out[prospect.identity] = prospect.execution, prospect.prediction
         if self.objective.kind == "throughput":
@@ -233,7 +230,7 @@ class Study:
         candidate = again(self._candidates[name], asked.name)
         return self._run(Trial(candidate, "verification", prediction, asked.protocol, asked.device, asked.round))
 
-    def _ask_control(self, device: str | None = None) -> Trial | None:
+    def _ask_control(self, device: str | None) -> Trial | None:
         """The baseline as a control, where a device has not measured it yet, or `device` not for long."""
         baseline = self._candidates[self._baseline]
         trial = self.controls.ask(device, baseline, self.protocol, self._cost, self._admission, self._running.values())
@@ -260,8 +257,9 @@ class Study:
         finalists = [execution, *([selection.record.execution] if selection else [])]
         return reserved_seconds(self.verifier, self._cost, finalists, self.space.baseline)
 
-    def _start(self, execution: dict[str, Any], stage: str, prediction: Prediction) -> Trial:
-        return self._run(Trial(self._candidates.register(execution), stage, prediction))
+    def _start(self, execution: dict[str, Any], stage: str, prediction: Prediction, device: str | None) -> Trial:
+        """The trial, unless its device has to measure the control first."""
+        return self._ask_control(device) or self._run(Trial(self._candidates.register(execution), stage, prediction))
 
     def _run(self, trial: Trial) -> Trial:
         return self._running.setdefault(trial.candidate.id, trial)
