@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 from noisy_device import a_record
-from study_replay import fitted, gh200, on_device, replay
+from study_replay import fates, fitted, gh200, on_device, replay
 from test_study import KERNEL_SPACE, MANY, ONCE, UNSEEN, made_up, planted, study
 
-from tinyllm_ray.records import Fate, Seconds, TrialRecord, Window
+from tinyllm_ray.records import Fate, Memory, Seconds, TrialRecord, Window
 from tinyllm_ray.search.answers import Finished, Trial, Wait
+from tinyllm_ray.search.comparison import Comparison
 from tinyllm_ray.search.controls import MOST_FAILURES, Controls
+from tinyllm_ray.search.cost import Starts
+from tinyllm_ray.search.objective import Objective
 from tinyllm_ray.search.paired import PairedVerifier
 from tinyllm_ray.search.study import Study
 
@@ -33,6 +36,11 @@ def known(*records: TrialRecord, devices: int = 1) -> Controls:
     for record in records:
         controls.hear(record)
     return controls
+
+
+def with_execution(record: TrialRecord) -> TrialRecord:
+    """The record with an execution that differs from others in nothing that a start depends on."""
+    return record.model_copy(update={"execution": dict(fitted().baseline), "memory": Memory()})
 
 
 # When one is due
@@ -185,7 +193,24 @@ def test_a_broken_study_goes_on_with_the_controls_it_has() -> None:
     answer = second.ask(1e6)
     assert isinstance(answer, Trial)
     assert answer.stage in ("eager", "search")
-    assert [status.candidate.id for status in second.candidates()].count("c01-mb32-compiled-default-auto-t8") == 1
+    ids = [status.candidate.id for status in second.candidates()]
+    assert (
+        ids.count("c01-mb32-compiled-default-auto-t8") == ids.count("c01-mb32-compiled-default-auto-t8-control1") == 1
+    )
+
+
+def test_the_baselines_figure_is_its_own_and_no_controls() -> None:
+    first = replay(study(devices=2), workers=2, speeds=(1.0, 0.97), stop_after=4)
+    records = sorted(first.records, key=lambda record: record.purpose != "control")
+    for asked in (first.study, study(first.records, devices=2), study(records, devices=2)):
+        baseline = asked.baseline().record
+        assert baseline is not None
+        assert (baseline.purpose, baseline.candidate) == ("search", "c01-mb32-compiled-default-auto-t8")
+
+
+def test_a_baseline_that_fails_on_the_only_device_has_no_control() -> None:
+    done = replay(study(), fates({"mb32 compiled default auto": Fate.FAILED}), most=6)
+    assert "control" not in [trial.stage for trial in done.trials]
 
 
 # What they say
@@ -241,6 +266,18 @@ def test_the_best_execution_is_chosen_though_a_slow_device_measured_it() -> None
     assert incumbent.execution["loss_kernel"] == selection.record.execution["loss_kernel"] == "triton"
     assert selection.record.targets_per_second == pytest.approx(1.5e6 * 1.03 * 0.96), "as it was measured"
     assert asked.versus_baseline(selection.record) == pytest.approx(1.03, rel=1e-3)
+
+
+def test_what_two_devices_ratio_leaves_open_is_a_tie() -> None:
+    """0.3% between executions that ran on two devices, of which each has measured the control once."""
+    for device, chosen in (("b", "base"), ("a", "x")):
+        base, other = measured("base", "a", 1e6), measured("base", "b", 0.95e6, purpose="control")
+        better = measured("x", device, 1.003e6 * (0.95 if device == "b" else 1.0))
+        results = {record.execution_identity: with_execution(record) for record in (base, better)}
+        compared = Comparison(results, known(base, other, better), "base", Objective())
+        selection = compared.choose(lambda execution: Starts(1.0, 1.0, 1.0), lambda record: 0.0)
+        assert selection is not None
+        assert selection.record.execution_identity == chosen
 
 
 def test_on_devices_of_different_speed_a_study_finds_what_one_device_would() -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from tinyllm_ray.records import Fate, TrialRecord
+from tinyllm_ray.search.controls import Controls
 from tinyllm_ray.search.device_blocks import Control, DeviceBlocks, DeviceSpeed
 from tinyllm_ray.search.noise import spread_of
 from tinyllm_ray.search.pairs import CAUTIOUS_SPREAD
@@ -187,6 +188,17 @@ def memory_bytes(record: TrialRecord) -> int | None:
     memory = record.memory
     known = [value for value in (memory.used_bytes, memory.peak_reserved_bytes, memory.peak_allocated_bytes) if value]
     return max(known, default=None)
+
+
+def levelled(
+    records: Sequence[TrialRecord], searched: Sequence[TrialRecord], baseline: TrialRecord | None
+) -> list[TrialRecord]:
+    """The search's records as on one device, as far as the controls among all `records` tell."""
+    controls = Controls(baseline.execution_identity if baseline else "")
+    for record in records:
+        if record.purpose != "verification":
+            controls.hear(record)
+    return controls.levelled(searched)
 
 
 def device_speeds(records: Sequence[TrialRecord]) -> tuple[DeviceSpeed, ...]:
