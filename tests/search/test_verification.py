@@ -193,6 +193,16 @@ class TestTime:
         assert done == Done("budget: 3 pairs of processes need up to 43 s", True)
         assert phase.verification.outcome() is None
 
+    def test_short_rounds_are_begun_by_what_they_are_expected_to_take(self) -> None:
+        """A process may take 7.2 s at most and is expected to take half: six end in 43.2 s, and in 25.2 s as a rule."""
+        for remaining, begins in ((25.3, True), (25.1, False)):
+            phase = Phase({"A": 0.0, "B": 0.05})
+            phase.verification = Verification(
+                phase.records, "A", ["B"], predict, expect=lambda *asked: predict(*asked) / 2
+            )
+            runs, _ = phase.go(1, remaining=remaining)
+            assert bool(runs) == begins
+
     def test_fewer_than_three_pairs_say_nothing(self) -> None:
         """As where a study is ended in mid-verification."""
         phase = Phase({"A": 0.0, "B": 0.05})

@@ -20,9 +20,9 @@ class Admission:
         self._reserve = reserve
         self._baseline = baseline
 
-    def fits(self, execution: Mapping[str, Any], prediction: Prediction) -> bool:
-        """Whether it ends in time with what has to come after it, however badly it goes."""
-        return prediction.upper_seconds + self._reserve(execution) <= self.seconds_left
+    def fits(self, execution: Mapping[str, Any], prediction: Prediction, verified: bool = True) -> bool:
+        """Whether it ends in time, however badly it goes, and where it is to be `verified` that, too."""
+        return prediction.upper_seconds + (self._reserve(execution) if verified else 0.0) <= self.seconds_left
 
     def need(self, execution: Mapping[str, Any], prediction: Prediction) -> str:
         """What it needs, for people."""

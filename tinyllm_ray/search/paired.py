@@ -51,6 +51,9 @@ class PairedVerifier:
         def predict(execution: Mapping[str, Any], protocol: Protocol) -> float:
             return replace(cost, protocol=protocol).predict(execution, warm=True).upper_seconds
 
+        def expect(execution: Mapping[str, Any], protocol: Protocol) -> float:
+            return replace(cost, protocol=protocol).predict(execution, warm=True).expected_seconds
+
         records = [*cost.records, *earlier]
         spread = spread_of(records, CAUTIOUS_SPREAD)
         name, measured = baseline.execution_identity, rate(baseline)
@@ -63,7 +66,7 @@ class PairedVerifier:
         close = choose_finalists(cost.records, name, spread)
         finalists = list(dict.fromkeys([selection.record.execution_identity, *close]))
         finalists = [finalist for finalist in finalists if finalist != name][:most]
-        return Rounds(Verification(records, name, finalists, predict, self.protocol, spread, at_stake))
+        return Rounds(Verification(records, name, finalists, predict, self.protocol, spread, at_stake, expect))
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ measuring, while that pays; last, where a verifier is given, finalists and basel
 seconds left give the same answers, so that a broken study goes on.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -99,12 +100,9 @@ class Study:
             comes_first = f"{self._candidates[self._baseline].id} comes first: every other is compared with it"
             return self._ask_control(device) or Wait(comes_first)
         answer = self._ask_first(device) or self._ask_search(device)
-        if isinstance(answer, Finished) and not self._running:
-            return self._ask_verification(answer)
-        if isinstance(answer, Finished):
-            names = ", ".join(trial.candidate.id for trial in self._running.values())
-            return Wait(f"what is next depends on {names}")
-        return answer
+        if isinstance(answer, Finished) and self._running:
+            return Wait(f"what is next depends on {', '.join(self._running)}")
+        return self._ask_verification(answer) if isinstance(answer, Finished) else answer
 
     def tell(self, record: TrialRecord) -> None:
         """Take the record of a running trial."""
@@ -204,8 +202,11 @@ class Study:
             return self._finished("space exhausted")
         found = outlook.prospects(open_, self.verifier)
         paying = [prospect for prospect in found if prospect.pays(self.objective)]
-        for prospect in paying:
-            if self._admission.fits(prospect.execution, prospect.prediction):
+        choice = self._choice()
+        # While there is nothing to verify, a choice that cannot be verified is better than none.
+        hopes = (True, False) if choice and choice.record.execution == self.space.baseline else (True,)
+        for verified, prospect in itertools.product(hopes, paying):
+            if self._admission.fits(prospect.execution, prospect.prediction, verified):
                 return self._start(prospect.execution, "search", prospect.prediction, device)
         for prospect in paying[:_FEW]:
             self._admission.left_out[prospect.identity] = prospect.execution, prospect.prediction

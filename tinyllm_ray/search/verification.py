@@ -69,12 +69,14 @@ class Verification:
         protocol: Protocol | None = None,
         spread: Spread = CAUTIOUS_SPREAD,
         at_stake_seconds: float = math.inf,
+        expect: Predict | None = None,
     ) -> None:
         """`records` are the study's; `baseline` and `finalists` (the preferred first) name executions among them.
 
         `protocol` is the reference's unless given, and `spread` what is known of the device (`noise.spread_of` with
         the cautious one as its prior). Rounds that earlier records of a verification make up whole count on.
-        `at_stake_seconds` is what all planned trainings take: what a wrong choice costs is a share of it.
+        `at_stake_seconds` is what all planned trainings take: what a wrong choice costs is a share of it. `predict`
+        says what a process hardly ever exceeds, `expect` what it is expected to take.
         """
         records = list(records)
         self.records = [record for record in records if record.purpose != "verification"]
@@ -82,7 +84,7 @@ class Verification:
         self.baseline = baseline
         self.finalists = [name for name in finalists if name != baseline and name in known]
         self._known = {name: known[name] for name in [baseline, *self.finalists] if name in known}
-        self._predict = predict
+        self._predict, self._expect = predict, expect or predict
         self._protocol = protocol or Protocol()
         self.spread = spread
         self._at_stake_seconds = at_stake_seconds
@@ -210,8 +212,10 @@ class Verification:
             protocol = self._fitting(members, left, seconds)
             if protocol is not None:
                 return self._round(members, protocol)
+        # All as expected but for the last, which has to be started: by what none exceeds few small budgets would do.
         short = shortest(self._protocol)
-        needed = left * self._round_seconds(members, short)
+        expected = [self._expect(self._known[name].execution, short) for name in members]
+        needed = left * sum(expected) + max(self._seconds(name, short) for name in members) - min(expected)
         if needed <= remaining:
             return self._round(members, short)
         return Done(f"budget: {LEAST_PAIRS} pairs of processes need up to {needed:.0f} s", True)
