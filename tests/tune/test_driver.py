@@ -313,8 +313,8 @@ def test_two_nodes_begin_with_the_control_and_what_is_told_of_them_is_levelled(
 def test_what_dominates_is_what_the_slowest_device_can(tmp_path: Path, published: list[TrialRecord]) -> None:
     driver = on_two_nodes(tmp_path, published)
     driver.study.protocol = Protocol(version="adaptive")
-    for host, rate in (("a", 2000.0), ("b", 1900.0)):
-        request = driver.ask()
+    both = [driver.ask(), driver.ask()]
+    for request, host, rate in zip(both, "ab", (2000.0, 1900.0), strict=True):
         assert request is not None
         driver.hear(request["candidate"], ended(request, rate=rate, host=host))
     candidate = driver.ask()
