@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,23 @@ pytestmark = pytest.mark.slow
 SHORT = {"warmup_updates": 1, "windows": 1, "updates_per_window": 1}
 
 
-@pytest.fixture(scope="module")
-def connection() -> Iterator[Connection]:
-    """Two nodes that hold a trial each, beside a head that holds none."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-    for _ in range(2):
+@contextmanager
+def cluster_of(head: Mapping[str, int], nodes: int = 0) -> Iterator[Connection]:
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    for _ in range(nodes):
         cluster.add_node(num_cpus=1)
     try:
         with connect(cluster.address) as connection:
             yield connection
     finally:
         cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[Connection]:
+    """Two nodes that hold a trial each, beside a head that holds none."""
+    with cluster_of({"num_cpus": 0}, nodes=2) as connection:
+        yield connection
 
 
 class Script(ScriptedDriver):
@@ -64,9 +71,20 @@ class Script(ScriptedDriver):
         self.lost.append(candidate)
 
 
-def test_a_candidate_comes_to_the_place_it_has_to_run_in_and_the_next_one_stays(
-    connection: Connection, tmp_path: Path
+def test_a_candidate_comes_to_the_gpu_of_a_node_it_has_to_run_on(tmp_path: Path) -> None:
+    """Ray takes it on trust that there are two; what runs there are candidates on the processor."""
+    with cluster_of({"num_cpus": 2, "num_gpus": 2}) as connection:
+        assert (connection.nodes, connection.gpus) == (1, 2)
+        check_places(connection, tmp_path)
+
+
+def test_a_candidate_comes_to_the_node_it_has_to_run_on_and_the_next_one_stays(
+    two_nodes: Connection, tmp_path: Path
 ) -> None:
+    check_places(two_nodes, tmp_path)
+
+
+def check_places(connection: Connection, tmp_path: Path) -> None:
     script = Script()
     reason = run_trials(script, connection, logs=tmp_path / "logs", storage=tmp_path / "tune")
     assert reason is None
@@ -74,16 +92,16 @@ def test_a_candidate_comes_to_the_place_it_has_to_run_in_and_the_next_one_stays(
     assert {record.fate for record in script.records.values()} == {Fate.COMPLETE}
     assert sorted(script.records) == [f"c{number}" for number in range(6)]
     one, other = script.places["c0"], script.places["c1"]
-    assert one != other, "both nodes began at once"
+    assert one != other, "both began at once"
     assert [script.places[f"c{number}"] for number in range(2, 6)] == [one, one, other, other]
     assert script.actors["c2"] == script.actors["c3"]
     assert script.actors["c4"] == script.actors["c5"]
 
 
 def test_a_study_of_two_nodes_verifies_its_choice(
-    connection: Connection, run_module: RunModule, tiny: Path, tmp_path: Path
+    two_nodes: Connection, run_module: RunModule, tiny: Path, tmp_path: Path
 ) -> None:
-    arguments = ("--config", tiny / "recipe.yaml", "--space", tiny / "space.yaml", "--address", connection.address)
+    arguments = ("--config", tiny / "recipe.yaml", "--space", tiny / "space.yaml", "--address", two_nodes.address)
     done = run_module("tinyllm_ray.tune", "--budget", "400s", "--runs", "40", *arguments, "--out", "two", cwd=tmp_path)
     assert done.status == 0, done.output
     records = read_records(tmp_path / "two" / "trials.jsonl")
