@@ -300,9 +300,15 @@ def test_verification_keeps_one_device_of_several_and_the_others_are_done() -> N
     fit = fitted(KERNEL_SPACE)
     verifier = PairedVerifier(fit.protocol, most_seconds=1000, objective=MANY)
     asked = Study(fit, objective=MANY, priors=UNSEEN, verifier=verifier, devices=3)
-    done = replay(asked, made_up(planted), workers=3, speeds=(1.0, 0.96, 0.97))
+
+    def seconds(trial: Trial, result: TrialRecord) -> float:
+        return 100.0 if trial.stage == "baseline" else result.seconds.total or 0.0
+
+    done = replay(asked, made_up(planted), workers=3, speeds=(1.0, 0.96, 0.97), seconds=seconds)
+    assert [record.purpose for record in done.records[:3]] == ["control", "control", "search"]
     again = [record for record in done.records if record.purpose == "verification"]
     assert len(again) >= 6
+    assert not any("control" in record.candidate for record in again)
     places = {record.devices[0].identifier for record in again}
     assert len(places) == 1
     chosen = done.study.verified()
