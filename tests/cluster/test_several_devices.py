@@ -22,10 +22,11 @@ SHORT = {"warmup_updates": 1, "windows": 1, "updates_per_window": 1}
 
 @contextmanager
 def cluster_of(head: Mapping[str, int], nodes: int = 0) -> Iterator[Connection]:
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    for _ in range(nodes):
-        cluster.add_node(num_cpus=1)
+    cluster = Cluster()
     try:
+        cluster.add_node(**head)
+        for _ in range(nodes):
+            cluster.add_node(num_cpus=1)
         with connect(cluster.address) as connection:
             yield connection
     finally:
