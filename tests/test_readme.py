@@ -97,7 +97,8 @@ def test_the_python_example_runs(built_root: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv(CACHE_VARIABLE, str(built_root))
     names: dict = {}
-    exec(compile(code.replace('budget="3m"', 'budget="60s"'), "README.md", "exec"), names)
+    # With one training planned a measurement beside the baseline saves nothing, however slow this machine is.
+    exec(compile(code.replace('budget="3m"', 'budget="3m", runs=1'), "README.md", "exec"), names)
     result = names["result"]
     assert isinstance(result, TuneResult)
     assert result.baseline == result.records[0]

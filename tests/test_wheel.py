@@ -67,7 +67,19 @@ def test_it_submits_jobs_from_an_empty_folder(python: Path, tmp_path: Path) -> N
 def test_the_main_job_runs_from_an_empty_folder(python: Path, built_root: Path, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in {"RAY_ADDRESS", "PYTHONPATH"}}
     environment["TINYLLM_RAY_CACHE"] = str(built_root)
-    command = [python, "-m", "tinyllm_ray.tune", "--budget", "60s", "--windows", "1", "--updates-per-window", "1"]
+    command = [
+        python,
+        "-m",
+        "tinyllm_ray.tune",
+        "--budget",
+        "3m",
+        "--runs",
+        "1",
+        "--windows",
+        "1",
+        "--updates-per-window",
+        "1",
+    ]
     done = subprocess.run(command, cwd=tmp_path, env=environment, text=True, stderr=subprocess.PIPE, check=False)
     assert done.returncode == 0, done.stderr
     (study,) = (tmp_path / "studies").iterdir()

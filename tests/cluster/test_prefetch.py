@@ -54,6 +54,9 @@ class Script(ScriptedDriver):
             self.records.append(TrialRecord.model_validate(event["record"]))
             if len(self.records) == 1:
                 self.reads.append(_statistics(self._servers)["reads"])
+            if len(self.records) == 2:  # the third finds the server that Ray has started again
+                while _statistics(self._servers)["process"] == self.killed or not _listens(self._servers):
+                    threading.Event().wait(0.05)
         self._forked += event["event"] == "forked"
         if self._forked == 2 and not self.killed:
             self.killed = _statistics(self._servers)["process"]

@@ -287,7 +287,7 @@ class TestLimit:
         pid = step_until(launcher, "forked")["pid"]
         assert ends(pid)
         clock.skew += 1000
-        record = record_of(launcher.step())
+        record = record_of(until_record(launcher))
         assert record.fate is Fate.COMPLETE
         assert len(record.windows) == 2
         assert_works(launcher, request_for)

@@ -10,6 +10,7 @@ from signal import SIGINT, SIGKILL, SIGTERM, SIGUSR1, Signals
 import numpy as np
 import pytest
 import torch
+from linux_processes import catches
 from runs import lines_of, metrics_of, read_json
 from small_caches import write_cache
 
@@ -65,10 +66,7 @@ def wait(process: subprocess.Popen[str], out: Path, reached: Reached) -> None:
 
 
 def heard(process: subprocess.Popen[str], out: Path) -> bool:
-    """Whether the process has a handler for SIGUSR1, which Python itself has not."""
-    status = Path(f"/proc/{process.pid}/status").read_text()
-    (caught,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
-    return bool(int(caught, 16) >> (SIGUSR1 - 1) & 1)
+    return catches(process.pid, SIGUSR1)  # Python itself does not
 
 
 def importing(process: subprocess.Popen[str], out: Path) -> bool:

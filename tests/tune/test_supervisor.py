@@ -78,10 +78,11 @@ def child(body: str, tag: str = "") -> list[str]:
     return [sys.executable, "-c", PREAMBLE + textwrap.dedent(body), tag]
 
 
-def run(body: str, *, budget: float = 30.0, tag: str = "", **request: Any) -> Outcome:
+def run(body: str, *, budget: float = 30.0, passed: float = 0.0, tag: str = "", **request: Any) -> Outcome:
     """Supervise a child with this body, and hold the promise about the deadline whatever it does.
 
-    Where the body says `ready()`, the clock stands still until then, so that a slow machine changes nothing.
+    Where the body says `ready()`, the clock stands still until then, so that a slow machine changes nothing; then
+    `passed` seconds of the budget are over.
     """
     with tempfile.TemporaryDirectory() as folder:
         ready = Path(folder) / "ready"
@@ -89,7 +90,7 @@ def run(body: str, *, budget: float = 30.0, tag: str = "", **request: Any) -> Ou
 
         def clock() -> float:
             if not began and ready.exists():
-                began.append(time.monotonic())
+                began.append(time.monotonic() - passed)
             return time.monotonic() - began[0] if began else 0.0
 
         deadline = Deadline.after(budget, clock)
@@ -112,7 +113,7 @@ def running(tag: str) -> list[str]:
     return found
 
 
-def wait_until(true: Callable[[], bool], seconds: float = 10.0) -> bool:
+def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> bool:
     end = time.monotonic() + seconds
     while not true():
         if time.monotonic() > end:
@@ -217,7 +218,7 @@ def test_a_study_has_the_grace_for_its_last_summary(out: Path) -> None:
         record(7)
         channel.send("done", exit_status=0)
     """
-    outcome = run(body, budget=3, out=str(out))
+    outcome = run(body, budget=100, passed=88, out=str(out))
     assert (outcome.exit_status, outcome.cut) == (0, True)
     assert numbers(out / "trials.jsonl") == [7]
 
@@ -313,7 +314,7 @@ def test_a_process_that_cannot_be_ended_is_named(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(os, "kill", lambda pid, number: None)
         begin = time.monotonic()
         (name,) = end_processes("stuck", None, patience_seconds=0, limit_seconds=0.3)
-        assert 0.3 <= time.monotonic() - begin < 1.3
+        assert 0.3 <= time.monotonic() - begin < 30  # it would wait for ever
         assert name.endswith(f"(process {process.pid})")
     finally:
         monkeypatch.undo()
@@ -565,8 +566,7 @@ def test_a_killed_supervisor_leaves_no_process_and_no_record_behind(
     one.signal(signal.SIGKILL)
     assert one.process.wait() == -signal.SIGKILL
     assert wait_until(lambda: not running(tag))
-    assert wait_until((out / "trials.jsonl").exists)
-    assert numbers(out / "trials.jsonl") == [1]
+    assert wait_until(lambda: numbers(out / "trials.jsonl") == [1])
 
 
 def test_the_age_counts_from_the_process_start() -> None:

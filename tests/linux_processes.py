@@ -25,6 +25,13 @@ def alive(pid: int) -> bool:
     return _state(pid) not in (None, "Z", "X")
 
 
+def catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler of its own for the signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (caught,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
 def group(leader: int) -> list[int]:
     """The processes of a process group that run."""
     found = []
