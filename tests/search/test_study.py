@@ -315,6 +315,21 @@ def test_time_is_kept_for_verification() -> None:
     assert searched[0] > searched[1] > 0
 
 
+def test_a_choice_that_cannot_be_verified_is_better_than_none() -> None:
+    """With nothing to verify yet, a candidate is measured in the time that would be kept for that."""
+    fit = fitted(KERNEL_SPACE)
+    whole = replay(study(fit=fit), made_up(planted), stop_after=2)
+    resumed = study(whole.records, fit=fit, verifier=InterleavedPairs())
+    done = replay(resumed, made_up(planted), budget=100)
+    chosen = done.study.selection()
+    assert chosen is not None
+    assert chosen.record.execution != fit.baseline
+    assert done.elapsed <= 100
+    first = done.trials[0].prediction
+    reserved = InterleavedPairs().seconds(resumed._cost, done.trials[0].candidate.execution, fit.baseline)
+    assert first.upper_seconds + reserved > 100
+
+
 # Verification
 
 

@@ -21,6 +21,7 @@ from tinyllm_ray.cluster.connect import Connection
 from tinyllm_ray.cluster.metrics import export_gpu
 from tinyllm_ray.cluster.names import show_process_as, trial_name
 from tinyllm_ray.cluster.numa import Seat, trial_gpu
+from tinyllm_ray.cluster.places import ELSEWHERE, Hold, Over, Placing, this_place
 from tinyllm_ray.cluster.prefetch import address_on_this_node
 from tinyllm_ray.cluster.room import Room
 from tinyllm_ray.cluster.surplus import Surplus
@@ -42,14 +43,17 @@ class Driver(Protocol):
     """Decides what is measured; its methods are called from Tune's loop, one at a time."""
 
     def ask(self) -> Mapping[str, Any] | None:
-        """The next TrialRequest, or None when there is none now."""
+        """The next TrialRequest, or None when there is none now.
+
+        Its `place`, where it has one, is the place it has to run in: one that came with a record.
+        """
 
     @property
     def finished(self) -> bool:
         """Whether `ask` will never give another one."""
 
     def hear(self, candidate: str, event: Mapping[str, Any]) -> None:
-        """One event of a running candidate, `{"event": "record", "record": {...}}` being its last."""
+        """One event of a running candidate, `{"event": "record", "record": {...}, "place": ...}` being its last."""
 
     def lose(self, candidate: str) -> None:
         """A candidate's Ray process or node went away before its record came."""
@@ -76,6 +80,8 @@ def run_trials(
         TUNE_DISABLE_SIGINT_HANDLER="1",
         RAY_AIR_NEW_OUTPUT="0",
         TUNE_GLOBAL_CHECKPOINT_S=_NEVER_SECONDS,
+        # Or one process would be started after the other, 4 to 8 s each.
+        TUNE_MAX_PENDING_TRIALS_PG=str(concurrency(connection)),
     )
     room = Room(resources(connection))
     first = driver.ask()
@@ -96,7 +102,7 @@ def run_trials(
             name="tune",
             storage_path=str(storage),
             verbose=0,
-            stop=room,
+            stop=[room, Over(searcher.is_over)],
             callbacks=list(callbacks),
             # A trial has nothing to keep, and its node need not see the driver's storage.
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
@@ -130,6 +136,8 @@ class CandidateTrial(tune.Trainable):  # type: ignore[misc]
         self._launcher: Launcher | None = None
         self._fault: dict[str, Any] | None = None
         self._gpu = export_gpu()
+        self._hold: Hold | None = None
+        self._place = this_place()
         self._begin(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
@@ -139,7 +147,7 @@ class CandidateTrial(tune.Trainable):  # type: ignore[misc]
         return True
 
     def step(self) -> dict[str, Any]:
-        event = self._fault
+        event = self._hold.step() if self._hold else self._fault
         if event is None:
             assert self._launcher is not None
             show_process_as(self._name)
@@ -147,7 +155,7 @@ class CandidateTrial(tune.Trainable):  # type: ignore[misc]
             if event["event"] == "record" and self._seat.placement.gpu:
                 event["record"]["environment"]["placement"] = self._seat.as_json()
         # As text: Tune flattens nested results on their way to the searcher.
-        return {"event": json.dumps(event), "done": event["event"] == "record"}
+        return {"event": json.dumps({**event, "place": self._place}), "done": event["event"] == "record"}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """A candidate is measured again, never continued."""
@@ -161,7 +169,11 @@ class CandidateTrial(tune.Trainable):  # type: ignore[misc]
 
     def _begin(self, config: Mapping[str, Any]) -> None:
         """Start the candidate; what this node cannot do becomes its record, since Tune passes on no reason."""
+        wanted = config["request"].get("place")
+        self._hold = Hold() if wanted not in (None, self._place) else None
         self._fault = None
+        if self._hold:
+            return
         self._name = _name(config["request"])
         if self._gpu is not None:
             self._gpu.candidate = self._name
@@ -213,27 +225,48 @@ class _Searcher(Searcher):  # type: ignore[misc]
         self._first: Mapping[str, Any] | None = first
         self._most_at_once = most_at_once
         self._settings = {"logs": str(logs), "range_servers": range_servers}
-        self._running: dict[str, str] = {}
+        self._running: dict[str, Mapping[str, Any]] = {}
+        """Requests by trial."""
+        self._unheard: set[str] = set()
+        """Trials that may still find themselves elsewhere."""
+        self._placing = Placing(most_at_once)
         self._recorded = 0
         self.surplus: Surplus | None = None
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
-        if len(self._running) >= self._most_at_once:
+        if len(self._running) + len(self._placing) >= self._most_at_once:
             return None
-        request, self._first = self._first or self._driver.ask(), None
+        request, self._first = self._placing.next() or self._first or self._driver.ask(), None
         if request is None:
             self._hand_back()
             return Searcher.FINISHED if self._driver.finished else None
-        self._running[trial_id] = request["candidate"]
+        self._running[trial_id] = request
+        self._unheard.add(trial_id)
         if self.surplus is not None:
             self.surplus.started(len(self._running), request.get("purpose", "search"))
         return {"request": dict(request), **self._settings}
 
+    def is_over(self) -> bool:
+        """Whether nobody waits for the trials that are left, which hold their devices."""
+        return self._driver.finished and not self._running and not self._placing.is_searching and len(self._placing) > 0
+
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
-        self._driver.hear(self._running[trial_id], json.loads(result["event"]))
+        request, event = self._running.get(trial_id), json.loads(result["event"])
+        self._unheard.discard(trial_id)
+        if request is None:
+            return  # it holds its device
+        if event["event"] != ELSEWHERE:
+            self._driver.hear(request["candidate"], event)
+            return
+        del self._running[trial_id]
+        if not self._placing.hear(trial_id, request):
+            self._driver.lose(request["candidate"])
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        candidate = self._running.pop(trial_id)
+        self._unheard.discard(trial_id)
+        if self._placing.end(trial_id):
+            return
+        candidate = self._running.pop(trial_id)["candidate"]
         event = json.loads(result["event"]) if result and not error else {"event": None}
         if event["event"] == "record":
             self._recorded += 1
@@ -242,15 +275,20 @@ class _Searcher(Searcher):  # type: ignore[misc]
             self._driver.lose(candidate)
 
     def _hand_back(self) -> None:
-        """The study has nothing more to start now. While its first candidate runs, that says nothing of the rest."""
-        if self.surplus is not None and self._recorded and not self._driver.finished:
+        """The study has nothing more to start now. While its first candidate runs, that says nothing of the rest.
+
+        Nor does it while a candidate may be looking for its place, which is on one of the idle nodes.
+        """
+        looking = self._unheard or self._placing.is_searching
+        if self.surplus is not None and self._recorded and not looking and not self._driver.finished:
             left = self.surplus.hand_back()
-            self._most_at_once = self._most_at_once if left is None else left
+            if left is not None:
+                self._most_at_once = self._placing.devices = left
 
     def lose_the_rest(self) -> None:
         """Tune says nothing of the trials that it gave up with the experiment."""
-        for candidate in self._running.values():
-            self._driver.lose(candidate)
+        for request in self._running.values():
+            self._driver.lose(request["candidate"])
         self._running.clear()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from tinyllm_ray.records import Fate, TrialRecord
 from tinyllm_ray.search.effects import CompilePrior, EffectModel, Observation
 from tinyllm_ray.search.fitting import DeviceKind
 from tinyllm_ray.search.kinds import compilation, kind_of
+from tinyllm_ray.search.noise import device_name
 from tinyllm_ray.search.priors import Priors
 
 
@@ -66,7 +67,7 @@ class FirstUpdate(NamedTuple):
     compilation: tuple[Any, ...] | None
     """None where it was cut."""
     warm: bool
-    """Whether an earlier trial had the same compilation."""
+    """Whether an earlier trial on that host had the same compilation."""
     seconds: float
     update: float
     """Part of `seconds` that any update takes."""
@@ -241,17 +242,20 @@ def _times(estimate: Estimate, count: int) -> Estimate:
 def _first_updates(records: Iterable[TrialRecord]) -> list[FirstUpdate]:
     """Every first update, oldest first."""
     samples: list[FirstUpdate] = []
-    seen: set[tuple[Any, ...]] = set()
+    seen: set[object] = set()
     for record in records:
         execution, made = record.execution, compilation(record.execution)
+        host = record.devices[0].host if record.devices else None
+        # Devices begin with the control at the same time, so that none finds another's compilation.
+        where = (made, device_name(record)) if record.execution_identity in seen else (made, host)
         kind, update, seconds = kind_of(execution), record.seconds_per_update or 0.0, record.seconds.compile
         if seconds is None and record.fate == Fate.TIMED_OUT and record.seconds.total is not None:
             # Cut while it compiled: it takes at least that long, and must not be tried again as if it were quick.
             cut = record.seconds.total - (record.seconds.start or 0.0)
             samples.append(FirstUpdate(execution, kind, None, False, cut, update))
         elif seconds is not None and record.fate != Fate.OUT_OF_MEMORY:
-            samples.append(FirstUpdate(execution, kind, made, made in seen, seconds, update))
-            seen.add(made)
+            samples.append(FirstUpdate(execution, kind, made, where in seen, seconds, update))
+            seen |= {(made, host), (made, device_name(record)), record.execution_identity}
     return samples
 
 

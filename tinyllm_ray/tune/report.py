@@ -98,6 +98,7 @@ class Report:
                 for winner in study.winners()
             ],
             "verification": _verification(study),
+            "devices": [asdict(one) for one in study.controls.speeds()],
             "ties": [record.candidate for record in selection.ties] if selection else [],
             "candidates": [asdict(row) for row in driver.rows()],
         }
@@ -110,7 +111,7 @@ def speedup(study: Study) -> dict[str, Any] | None:
         return None
     if verified is not None and verified.speedup is not None:
         return {**asdict(verified.speedup), "verified": True}
-    ratio = _ratio(selection.record, study.baseline().record)
+    ratio = study.versus_baseline(selection.record)
     return None if ratio is None else {"ratio": ratio, "verified": False}
 
 
@@ -125,6 +126,7 @@ def closing_lines(driver: StudyDriver, out: Path) -> list[str]:
     label = driver.row(best.candidate).label
     lines.append(f"selected {label}: {best.targets_per_second:,.0f} targets/s{_beside_baseline(driver.study)}")
     lines.append(f"verdict: {selection.reason}")
+    lines += [f"slow device: {one}" for one in driver.study.controls.speeds() if one.slow]
     if (out / PAGE).exists():
         lines.append(f"report: {out / PAGE}")
     selected, run = (shlex.quote(str(out / name)) for name in (SELECTED, "run"))
@@ -177,14 +179,9 @@ def _figures(record: TrialRecord | None, study: Study) -> dict[str, Any] | None:
         "execution": record.execution,
         "targets_per_second": record.targets_per_second,
         "spread": record.spread,
-        "versus_baseline": _ratio(record, study.baseline().record),
+        "versus_baseline": study.versus_baseline(record),
         "first_update_seconds": record.first_update_seconds,
         "seconds": record.seconds.model_dump(),
         "memory": record.memory.model_dump(),
         "configuration": record.configuration,
     }
-
-
-def _ratio(record: TrialRecord, baseline: TrialRecord | None) -> float | None:
-    rate, base = record.targets_per_second, baseline.targets_per_second if baseline else None
-    return rate / base if rate and base else None

@@ -17,9 +17,7 @@ from tinyllm_ray.clock import Deadline
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache, open_cache
 from tinyllm_ray.measure.environment import usable_cores
-from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.search.fitting import FittedSpace, fit_space
-from tinyllm_ray.search.objective import Objective
 from tinyllm_ray.search.paired import RESERVED_SHARE, PairedVerifier
 from tinyllm_ray.search.study import Study
 from tinyllm_ray.train.compile_cache import compile_cache_folder
@@ -74,7 +72,7 @@ def _run_on_ray(
 ) -> int:
     from tinyllm_ray.cluster.callbacks import DEFAULT, unpack_callbacks
     from tinyllm_ray.cluster.connect import connect
-    from tinyllm_ray.cluster.trials import resources
+    from tinyllm_ray.cluster.trials import concurrency, resources
 
     callbacks = DEFAULT if request.callbacks is None else unpack_callbacks(request.callbacks)
     console = PipeConsole(stderr=True)
@@ -101,7 +99,8 @@ def _run_on_ray(
                 fitted,
                 records=earlier.records if earlier else (),
                 objective=objective,
-                verifier=_verifier(fitted.protocol, request.total_seconds, objective, connection, console),
+                verifier=PairedVerifier(fitted.protocol, RESERVED_SHARE * request.total_seconds, objective),
+                devices=concurrency(connection),
             ),
             study_id=definition.study,
             config=config,
@@ -125,18 +124,6 @@ def _run_on_ray(
         status = work.session.close(driver.end or lost)
     work.session.settle()
     return status
-
-
-def _verifier(
-    protocol: Protocol, budget_seconds: float, objective: Objective, connection: "Connection", console: Console
-) -> PairedVerifier | None:
-    from tinyllm_ray.cluster.trials import concurrency
-
-    if concurrency(connection) > 1:
-        # Ray says where a trial runs, and pairs are worth something on one device only.
-        say(console, "several devices: the speed-up will be the search's, not verified in pairs on one of them")
-        return None
-    return PairedVerifier(protocol, RESERVED_SHARE * budget_seconds, objective)
 
 
 def _measure(
