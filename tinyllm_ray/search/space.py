@@ -202,7 +202,7 @@ def _refuse_misplaced(key: str) -> None:
 def _recipe_place(word: str) -> str | None:
     """`section.key` of the recipe's setting that `word` names, with or without its section."""
     for section, field in Config.model_fields.items():
-        if section in {"execution", "output"}:
+        if section in {"execution", "output", "tuned"}:
             continue
         if word == section:
             return section
