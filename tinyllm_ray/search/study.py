@@ -66,7 +66,7 @@ class Study:
         self._candidates = Candidates()
         self._results: dict[str, TrialRecord] = {}
         self.measured_again: list[TrialRecord] = []
-        """Verification's records, oldest first; the search learns nothing from them, so it stays over once it is."""
+        """Verification's records and repeats, oldest first; the search learns nothing from them, so it stays over."""
         self.verification: Verification | None = None  # that has begun
         self._running: dict[str, Trial] = {}
         self._unaffordable: dict[str, tuple[dict[str, Any], Prediction]] = {}
@@ -254,7 +254,7 @@ class Study:
 
     def _resume(self, record: TrialRecord) -> None:
         name = record.execution_identity
-        if record.purpose == "verification":
+        if record.purpose in ("verification", "repeat"):
             self.measured_again.append(record)
             return
         self._candidates.keep(record.candidate, record.execution, name)

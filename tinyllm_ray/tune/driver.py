@@ -15,7 +15,7 @@ from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.measure.environment import source_identity
 from tinyllm_ray.measure.need import Bar
 from tinyllm_ray.protocol import Protocol
-from tinyllm_ray.records import Fate, TrialRecord
+from tinyllm_ray.records import Fate, Purpose, TrialRecord
 from tinyllm_ray.search.answers import CandidateStatus, Finished, State, Trial
 from tinyllm_ray.search.judgement import judged
 from tinyllm_ray.search.noise import bar_of, spread_of
@@ -29,8 +29,11 @@ _LEAST_LIMIT_SECONDS = 120.0
 _LIMIT_OVER_UPPER = 3.0
 """A candidate may take this many times its upper prediction before it counts as hung, within what the budget has."""
 
-_STAGES_WITH_PARITY = frozenset({"baseline", "verification"})
+_STAGES_WITH_PARITY = frozenset({"baseline", "verification", "repeat"})
 """Whose trials are compared with the float32 reference: what the others are compared with, and what may win."""
+
+_PURPOSES: Mapping[str, Purpose] = {"verification": "verification", "repeat": "repeat"}
+"""Of stages; every other one's is search."""
 
 
 class StudyDriver:
@@ -173,7 +176,7 @@ class StudyDriver:
             label=candidate.label,
             config=config.model_dump(mode="json"),
             protocol=protocol,
-            purpose="verification" if trial.stage == "verification" else "search",
+            purpose=_PURPOSES.get(trial.stage, "search"),
             round=trial.round,
             bar=self._bar(trial, protocol),
             cache=str(self._cache.folder) if self._cache else None,
