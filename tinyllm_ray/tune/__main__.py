@@ -110,6 +110,9 @@ def build_parser() -> Parser:
     parser.add_argument("--out", type=Path, help="folder of the study (default: studies/ and the time)")
     parser.add_argument("--resume", action="store_true", help="go on with the study in --out")
     parser.add_argument("--address", help="Ray cluster to join (default: $RAY_ADDRESS, else a local one is started)")
+    parser.add_argument(
+        "--retry", default="", metavar="FATES", help="with --resume: measure those again as well, like failed,invalid"
+    )
     protocol = parser.add_argument_group("measurement (default: what the space says)")
     protocol.add_argument("--data-mode", choices=("real", "synthetic"), help="tokens through the loader, or one batch")
     protocol.add_argument("--warmup-updates", type=int, metavar="N", help="updates before the first window")
@@ -136,6 +139,7 @@ def _request(options: argparse.Namespace, budget: float, age: float) -> dict[str
         "runs": options.runs,
         "out": str(options.out or Path("studies") / time.strftime("%Y%m%d-%H%M%S")),
         "resume": options.resume,
+        "retry": [word.strip() for word in options.retry.split(",") if word.strip()],
         "address": options.address or os.environ.get("RAY_ADDRESS") or None,
     }
 

@@ -21,6 +21,7 @@ from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.search.fitting import FittedSpace, fit_space
 from tinyllm_ray.search.objective import Objective
 from tinyllm_ray.search.paired import RESERVED_SHARE, PairedVerifier
+from tinyllm_ray.search.retry import fates_to_retry, retried
 from tinyllm_ray.search.study import Study
 from tinyllm_ray.train.compile_cache import compile_cache_folder
 from tinyllm_ray.train.recipe import check_fits
@@ -89,7 +90,7 @@ def _run_on_ray(
         driver = StudyDriver(
             study=Study(
                 fitted,
-                records=earlier.records if earlier else (),
+                records=retried(earlier.records, fates_to_retry(request.retry, request.resume)) if earlier else (),
                 objective=objective,
                 verifier=_verifier(fitted.protocol, request.total_seconds, objective, connection, console),
             ),

@@ -109,6 +109,7 @@ class Tuner:
         objective: ObjectiveKind = "training",
         runs: int = PLANNED_RUNS,
         resume: bool = False,
+        retry: Sequence[str] = (),
         address: str | None = None,
     ) -> None:
         """Everything is checked here, the machine's part in `fit`. Raises ConfigError.
@@ -122,6 +123,7 @@ class Tuner:
             protocol: fields of the space's protocol to replace, like {"windows": 5}.
             objective: "training" for the least seconds of all planned trainings, "throughput" for most targets/s.
             runs: trainings planned with the answer; the search ends when it costs more than it saves over them.
+            retry: with `resume`, fates like "failed" to measure again; lost and timed-out candidates always are.
             address: Ray cluster to join; None: $RAY_ADDRESS, else a local one is started.
         """
         if preset is not None and config is not None:
@@ -142,6 +144,7 @@ class Tuner:
             runs=runs,
             out=str(out),
             resume=resume,
+            retry=list(retry),
             address=address or os.environ.get("RAY_ADDRESS") or None,
         )
         check_request(self.request)
