@@ -75,17 +75,16 @@ def _run_on_ray(
 
     console = PipeConsole(stderr=True)
     say(console, f"budget {request.budget}; starting Ray")
-    with connect(request.address) as connection, _claim_machine(console, connection) as alone:
+    with connect(request.address) as connection, claim_machine(console, connection) as alone:
         say(console, _describe(connection))
         config, space, notes = asked.for_machine(connection.device_kind)
         fitted = fit_space(space, config, connection.device_kind, int(resources(connection)["CPU"]))
         for note in [*notes, *fitted.notes]:
             say(console, note)
-        cache = _open_tokens(config, fitted)
+        cache = open_tokens(config, fitted)
         definition = begin_study(out, earlier, config, fitted, request)
         work.channel.send("out", study=definition.study, path=str(out))
         spent = earlier.spent_seconds if earlier else 0.0
-        closing = min(_CLOSING_SECONDS, _CLOSING_SHARE * request.total_seconds)
         objective = request.objective_of(config)
         driver = StudyDriver(
             study=Study(
@@ -98,7 +97,7 @@ def _run_on_ray(
             config=config,
             cache=cache,
             out=out,
-            deadline=deadline.earlier_by(closing),
+            deadline=deadline.earlier_by(closing_seconds(request.total_seconds)),
             earlier=earlier.records if earlier else (),
         )
         report = Report(
@@ -107,11 +106,11 @@ def _run_on_ray(
             config=config,
             budget_seconds=request.total_seconds,
             elapsed=lambda: spent + request.age_seconds + process_age_seconds(),
-            facts={**_facts(definition, fitted, connection, cache), "alone_on_machine": alone},
+            facts={**study_facts(definition, fitted, connection, cache), "alone_on_machine": alone},
             page=PageMaker(out, functools.partial(say, console)),
         )
         work.session = Session(driver, report, work.channel, console)
-        lost = _measure(driver, report, connection, cache)
+        lost = measure(driver, report, connection, cache)
         status = work.session.close(driver.end or lost)
     work.session.settle()
     return status
@@ -129,7 +128,7 @@ def _verifier(
     return PairedVerifier(protocol, RESERVED_SHARE * budget_seconds, objective)
 
 
-def _measure(driver: StudyDriver, report: Report, connection: "Connection", cache: TokenCache | None) -> str | None:
+def measure(driver: StudyDriver, report: Report, connection: "Connection", cache: TokenCache | None) -> str | None:
     """Run the trials until the study is over; why, where it is the cluster that ended it."""
     from tinyllm_ray.cluster.prefetch import prefetching
     from tinyllm_ray.cluster.trials import run_trials
@@ -143,7 +142,7 @@ def _measure(driver: StudyDriver, report: Report, connection: "Connection", cach
         shutil.rmtree(storage, ignore_errors=True)
 
 
-def _open_tokens(config: Config, fitted: FittedSpace) -> TokenCache | None:
+def open_tokens(config: Config, fitted: FittedSpace) -> TokenCache | None:
     """The token cache that trials read, the default one built if need be; None where they read none."""
     if fitted.protocol.data_mode == "synthetic":
         return None
@@ -155,7 +154,7 @@ def _open_tokens(config: Config, fitted: FittedSpace) -> TokenCache | None:
 
 
 @contextmanager
-def _claim_machine(console: Console, connection: "Connection") -> Iterator[bool]:
+def claim_machine(console: Console, connection: "Connection") -> Iterator[bool]:
     """Whether no other study of this user measures on the same devices of this machine; says so where one does."""
     if not connection.started:
         yield True
@@ -172,7 +171,12 @@ def _claim_machine(console: Console, connection: "Connection") -> Iterator[bool]
         yield alone
 
 
-def _facts(
+def closing_seconds(budget_seconds: float) -> float:
+    """What is kept free at the end of a budget."""
+    return min(_CLOSING_SECONDS, _CLOSING_SHARE * budget_seconds)
+
+
+def study_facts(
     definition: Definition, fitted: FittedSpace, connection: "Connection", cache: TokenCache | None
 ) -> dict[str, Any]:
     return {
