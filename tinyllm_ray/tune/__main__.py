@@ -20,6 +20,9 @@ from tinyllm_ray.tune.supervisor import process_age_seconds, supervise
 
 _EPILOG = """commands beside studying, each with its own --help:
   python -m tinyllm_ray.tune report OUT        a study's page again, CSV and Parquet; with two studies, their comparison
+  python -m tinyllm_ray.tune rerun OUT c03     one candidate of a study measured again
+  python -m tinyllm_ray.tune validate OUT/selected.yaml
+                                               whether the decision still holds on this machine and these versions
 
 examples:
   python -m tinyllm_ray.tune --budget 45m
@@ -43,7 +46,19 @@ def _report(arguments: list[str]) -> int:
     return report_command(arguments)
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"report": _report}
+def _rerun(arguments: list[str]) -> int:
+    from tinyllm_ray.tune.again.command import rerun_command
+
+    return rerun_command(arguments)
+
+
+def _validate(arguments: list[str]) -> int:
+    from tinyllm_ray.tune.again.command import validate_command
+
+    return validate_command(arguments)
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {"report": _report, "rerun": _rerun, "validate": _validate}
 
 
 def main(arguments: list[str] | None = None) -> int:
