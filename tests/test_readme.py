@@ -11,6 +11,7 @@ import tinyllm_ray.data.__main__ as data_command
 import tinyllm_ray.train.__main__ as train_command
 import tinyllm_ray.train.convert as convert
 import tinyllm_ray.tune.__main__ as tune_command
+import tinyllm_ray.tune.again.command as again_command
 import tinyllm_ray.tune.page.command as page_command
 import tinyllm_ray.tune.page.run as run
 from tinyllm_ray.config import load, preset_names
@@ -33,7 +34,11 @@ COMMANDS = {
         "import": convert.import_parser,
         "report": run.report_parser,
     },
-    "tinyllm_ray.tune": {"report": page_command.report_parser},
+    "tinyllm_ray.tune": {
+        "report": page_command.report_parser,
+        "rerun": again_command.rerun_parser,
+        "validate": again_command.validate_parser,
+    },
 }
 
 

@@ -194,8 +194,9 @@ class Proof(_Record):
     """At the updates that every candidate is checked at, as far as its protocol went."""
 
 
-Purpose = Literal["search", "control", "verification"]
-"""search: to find out how fast a candidate is; control: how fast its device is; verification: the final verdict."""
+Purpose = Literal["search", "control", "verification", "repeat"]
+"""search: to find out how fast a candidate is; control: how fast its device is; verification: the final verdict;
+repeat: a candidate that has a figure once more, as somebody asked for, which replaces nothing."""
 
 
 class TrialRecord(_Record):

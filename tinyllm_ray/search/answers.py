@@ -16,7 +16,7 @@ class Trial:
 
     candidate: Candidate
     stage: str
-    """baseline, control, eager, search or verification."""
+    """baseline, control, eager, search, verification or repeat."""
     prediction: Prediction
     protocol: Protocol | None = None
     """The study's where None."""

@@ -71,7 +71,7 @@ class Study:
         self._results: dict[str, TrialRecord] = {}
         self._lapsed: dict[str, TrialRecord] = {}  # records that settle nothing: measured again
         self.measured_again: list[TrialRecord] = []
-        """Verification's records, oldest first; the search learns nothing from them, so it stays over once it is."""
+        """Verification's records and repeats, oldest first; the search learns nothing from them, so it stays over."""
         self.verification: Verification | None = None  # that has begun
         self._running: dict[str, Trial] = {}
         """By candidate id."""
@@ -269,7 +269,7 @@ class Study:
 
     def _resume(self, record: TrialRecord) -> None:
         name = record.execution_identity
-        if record.purpose == "verification":
+        if record.purpose in ("verification", "repeat"):
             self.measured_again.append(record)
             return
         self._learn(record)

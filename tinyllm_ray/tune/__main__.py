@@ -22,6 +22,9 @@ from tinyllm_ray.tune.supervisor import process_age_seconds, supervise
 
 _EPILOG = """commands beside studying, each with its own --help:
   python -m tinyllm_ray.tune report OUT        a study's page again, CSV and Parquet; with two studies, their comparison
+  python -m tinyllm_ray.tune rerun OUT c03     one candidate of a study measured again
+  python -m tinyllm_ray.tune validate OUT/selected.yaml
+                                               whether the decision still holds on this machine and these versions
 
 examples:
   python -m tinyllm_ray.tune --budget 45m
@@ -45,7 +48,19 @@ def _report(arguments: list[str]) -> int:
     return report_command(arguments)
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"report": _report}
+def _rerun(arguments: list[str]) -> int:
+    from tinyllm_ray.tune.again.command import rerun_command
+
+    return rerun_command(arguments)
+
+
+def _validate(arguments: list[str]) -> int:
+    from tinyllm_ray.tune.again.command import validate_command
+
+    return validate_command(arguments)
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {"report": _report, "rerun": _rerun, "validate": _validate}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -119,6 +134,9 @@ def build_parser() -> Parser:
         "--resume", action="store_true", help="go on with the study in --out; begin it where there is none"
     )
     parser.add_argument("--address", help="Ray cluster to join (default: $RAY_ADDRESS, else a local one is started)")
+    parser.add_argument(
+        "--retry", default="", metavar="FATES", help="with --resume: measure those again as well, like failed,invalid"
+    )
     protocol = parser.add_argument_group("measurement (default: what the space says)")
     protocol.add_argument("--data-mode", choices=("real", "synthetic"), help="tokens through the loader, or one batch")
     protocol.add_argument("--warmup-updates", type=int, metavar="N", help="updates before the first window")
@@ -145,6 +163,7 @@ def _request(options: argparse.Namespace, budget: float, age: float) -> dict[str
         "runs": options.runs,
         "out": str(options.out or Path("studies") / time.strftime("%Y%m%d-%H%M%S")),
         "resume": options.resume,
+        "retry": [word.strip() for word in options.retry.split(",") if word.strip()],
         "address": options.address or os.environ.get("RAY_ADDRESS") or None,
     }
 

@@ -29,10 +29,11 @@ _LEAST_LIMIT_SECONDS = 120.0
 _LIMIT_OVER_UPPER = 3.0
 """A candidate may take this many times its upper prediction before it counts as hung, within what the budget has."""
 
-_PURPOSES: Mapping[str, Purpose] = {"control": "control", "verification": "verification"}
-
-_STAGES_WITH_PARITY = frozenset({"baseline", "verification"})
+_STAGES_WITH_PARITY = frozenset({"baseline", "verification", "repeat"})
 """Whose trials are compared with the float32 reference: what the others are compared with, and what may win."""
+
+_PURPOSES: Mapping[str, Purpose] = {"control": "control", "verification": "verification", "repeat": "repeat"}
+"""Of stages; every other one's is search."""
 
 
 class StudyDriver:

@@ -14,6 +14,7 @@ from typing import Any
 
 from tinyllm_ray import journal
 from tinyllm_ray.config import Config
+from tinyllm_ray.errors import EXIT_DONE, EXIT_NO_RESULT
 from tinyllm_ray.promise import CompiledFile
 from tinyllm_ray.records import SCHEMA_VERSION, TrialRecord
 from tinyllm_ray.search.study import Study
@@ -58,6 +59,14 @@ class Report:
         journal.write_atomically(self.out / SUMMARY, summary.encode())
         if self.page is not None:
             self.page.ask()
+
+    def closing_lines(self, driver: StudyDriver) -> list[str]:
+        """What is said last."""
+        return closing_lines(driver, self.out)
+
+    def exit_status(self, driver: StudyDriver) -> int:
+        """What the whole comes to as it stands."""
+        return EXIT_DONE if driver.study.selection() is not None else EXIT_NO_RESULT
 
     def finish(self) -> None:
         """Drop what nobody needs and have the last page made; 3 s at most, of what is kept free for the study's end."""

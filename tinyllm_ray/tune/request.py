@@ -12,6 +12,7 @@ from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.paths import shown, unusable
 from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.search.objective import Objective, ObjectiveKind
+from tinyllm_ray.search.retry import fates_to_retry
 from tinyllm_ray.search.space import Space, load_space, parse_space
 from tinyllm_ray.validation import explain
 
@@ -46,6 +47,8 @@ class StudyRequest(BaseModel):
     """Trainings planned with the answer: the search goes on while it saves more over them than it costs."""
     out: str
     resume: bool = False
+    retry: list[str] = []
+    """Fates of candidates that a study which goes on measures again, beside lost and timed-out ones."""
     address: str | None = None
     """A Ray cluster to join."""
     callbacks: dict[str, Any] | None = None
@@ -96,6 +99,7 @@ def check_request(request: StudyRequest) -> Asked:
     else:
         checked = None if space is None else load_space(space)
     _check_protocol(request.protocol)
+    fates_to_retry(request.retry, request.resume)
     if request.runs < 1:
         raise ConfigError(f"--runs: {request.runs} is no number of trainings; give 1 or more")
     if config is not None and config.data.cache is not None:

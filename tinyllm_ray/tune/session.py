@@ -5,12 +5,12 @@ from contextlib import ExitStack
 
 from rich.console import Console
 
-from tinyllm_ray.errors import EXIT_DONE, EXIT_NO_RESULT
+from tinyllm_ray.errors import EXIT_DONE
 from tinyllm_ray.records import TrialRecord
 from tinyllm_ray.tune.channel import Channel
 from tinyllm_ray.tune.driver import StudyDriver
 from tinyllm_ray.tune.live import Display, open_display, say
-from tinyllm_ray.tune.report import Report, closing_lines
+from tinyllm_ray.tune.report import Report
 from tinyllm_ray.tune.table import Row, View
 
 
@@ -40,9 +40,9 @@ class Session:
                 self._driver.stop(ended, interrupted=interrupted)
                 self._shown.close()
                 self._write_report()
-                for line in closing_lines(self._driver, self._report.out):
+                for line in self._report.closing_lines(self._driver):
                     say(self._console, line)
-                self._status = EXIT_DONE if self._driver.study.selection() is not None else EXIT_NO_RESULT
+                self._status = self._report.exit_status(self._driver)
                 # From here on nothing counts but the end: a Ray that does not shut down costs DONE_SECONDS at most.
                 self._channel.send("done", exit_status=self._status)
             return self._status
@@ -57,7 +57,7 @@ class Session:
 
     def _changed(self, row: Row) -> None:
         self._write_report()
-        if self._driver.study.selection() is not None:
+        if self._report.exit_status(self._driver) == EXIT_DONE:
             self._channel.send("standing", exit_status=EXIT_DONE)
         self._display.show(row)
 

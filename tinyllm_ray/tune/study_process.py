@@ -39,7 +39,7 @@ class Work:
     def _run(self) -> None:
         status, message = EXIT_BUG, None
         try:
-            from tinyllm_ray.tune.study_run import run
+            from tinyllm_ray.tune.tasks import run
 
             status = run(self)
         except TinyllmRayError as error:

@@ -19,6 +19,7 @@ from tinyllm_ray.data.cache import TokenCache, open_cache
 from tinyllm_ray.measure.environment import usable_cores
 from tinyllm_ray.search.fitting import FittedSpace, fit_space
 from tinyllm_ray.search.paired import RESERVED_SHARE, PairedVerifier
+from tinyllm_ray.search.retry import fates_to_retry, retried
 from tinyllm_ray.search.study import Study
 from tinyllm_ray.train.compile_cache import compile_cache_folder
 from tinyllm_ray.train.recipe import check_fits
@@ -77,13 +78,13 @@ def _run_on_ray(
     callbacks = DEFAULT if request.callbacks is None else unpack_callbacks(request.callbacks)
     console = PipeConsole(stderr=True)
     say(console, f"budget {request.budget}; starting Ray")
-    with connect(request.address) as connection, _claim_machine(console, connection) as alone:
+    with connect(request.address) as connection, claim_machine(console, connection) as alone:
         say(console, _describe(connection))
         config, space, notes = asked.for_machine(connection.device_kind)
         fitted = fit_space(space, config, connection.device_kind, int(resources(connection)["CPU"]))
         for note in [*notes, *fitted.notes]:
             say(console, note)
-        cache = _open_tokens(config, fitted)
+        cache = open_tokens(config, fitted)
         tokens = cache.identity if cache else None
         definition = begin_study(
             out, earlier, config, fitted, request, accelerators=connection.accelerators, cache_identity=tokens
@@ -92,12 +93,11 @@ def _run_on_ray(
         if request.resume and earlier is None:
             say(console, f"{out} holds no study yet: it begins")
         spent = earlier.spent_seconds if earlier else 0.0
-        closing = min(_CLOSING_SECONDS, _CLOSING_SHARE * request.total_seconds)
         objective = request.objective_of(config)
         driver = StudyDriver(
             study=Study(
                 fitted,
-                records=earlier.records if earlier else (),
+                records=retried(earlier.records, fates_to_retry(request.retry, request.resume)) if earlier else (),
                 objective=objective,
                 verifier=PairedVerifier(fitted.protocol, RESERVED_SHARE * request.total_seconds, objective),
                 devices=concurrency(connection),
@@ -106,7 +106,7 @@ def _run_on_ray(
             config=config,
             cache=cache,
             out=out,
-            deadline=deadline.earlier_by(closing),
+            deadline=deadline.earlier_by(closing_seconds(request.total_seconds)),
             earlier=earlier.records if earlier else (),
         )
         report = Report(
@@ -115,18 +115,18 @@ def _run_on_ray(
             config=config,
             budget_seconds=request.total_seconds,
             elapsed=lambda: spent + request.age_seconds + process_age_seconds(),
-            facts={**_facts(definition, fitted, connection, cache), "alone_on_machine": alone},
+            facts={**study_facts(definition, fitted, connection, cache), "alone_on_machine": alone},
             earlier_sessions=earlier.sessions if earlier else (),
             page=PageMaker(out, functools.partial(say, console)),
         )
         work.session = Session(driver, report, work.channel, console)
-        lost = _measure(driver, report, connection, cache, watched(driver, report, callbacks, console))
+        lost = measure(driver, report, connection, cache, watched(driver, report, callbacks, console))
         status = work.session.close(driver.end or lost)
     work.session.settle()
     return status
 
 
-def _measure(
+def measure(
     driver: StudyDriver,
     report: Report,
     connection: "Connection",
@@ -146,7 +146,7 @@ def _measure(
         shutil.rmtree(storage, ignore_errors=True)
 
 
-def _open_tokens(config: Config, fitted: FittedSpace) -> TokenCache | None:
+def open_tokens(config: Config, fitted: FittedSpace) -> TokenCache | None:
     """The token cache that trials read, the default one built if need be; None where they read none."""
     if fitted.protocol.data_mode == "synthetic":
         return None
@@ -158,7 +158,7 @@ def _open_tokens(config: Config, fitted: FittedSpace) -> TokenCache | None:
 
 
 @contextmanager
-def _claim_machine(console: Console, connection: "Connection") -> Iterator[bool]:
+def claim_machine(console: Console, connection: "Connection") -> Iterator[bool]:
     """Whether no other study of this user measures on the same devices of this machine; says so where one does."""
     if not connection.started:
         yield True
@@ -175,7 +175,12 @@ def _claim_machine(console: Console, connection: "Connection") -> Iterator[bool]
         yield alone
 
 
-def _facts(
+def closing_seconds(budget_seconds: float) -> float:
+    """What is kept free at the end of a budget."""
+    return min(_CLOSING_SECONDS, _CLOSING_SHARE * budget_seconds)
+
+
+def study_facts(
     definition: Definition, fitted: FittedSpace, connection: "Connection", cache: TokenCache | None
 ) -> dict[str, Any]:
     return {

@@ -124,6 +124,7 @@ class Tuner:
         objective: ObjectiveKind = "training",
         runs: int = PLANNED_RUNS,
         resume: bool = False,
+        retry: Sequence[str] = (),
         address: str | None = None,
         callbacks: Sequence[Any] | None = None,
     ) -> None:
@@ -138,6 +139,7 @@ class Tuner:
             protocol: fields of the space's protocol to replace, like {"windows": 5}.
             objective: "training" for the least seconds of all planned trainings, "throughput" for most targets/s.
             runs: trainings planned with the answer; the search ends when it costs more than it saves over them.
+            retry: with `resume`, fates like "failed" to measure again; lost and timed-out candidates always are.
             address: Ray cluster to join; None: $RAY_ADDRESS, else a local one is started.
             callbacks: Ray Tune's, like `[WandbLoggerCallback(project="tiny")]`, which run in the study's process and
                 hear of every window and record; None writes TensorBoard's event files to `out`/callbacks, [] nothing.
@@ -160,6 +162,7 @@ class Tuner:
             runs=runs,
             out=str(out),
             resume=resume,
+            retry=list(retry),
             address=address or os.environ.get("RAY_ADDRESS") or None,
             callbacks=None if callbacks is None else _packed(callbacks),
         )
