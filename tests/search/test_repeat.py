@@ -207,7 +207,7 @@ def test_a_study_that_goes_on_may_measure_again_what_failed(fate: Fate) -> None:
     kept, open_again = Study(FIT, records=records), Study(FIT, records=retried(records, {fate}))
     name = records[1].candidate
     assert {status.candidate.id: status.state for status in kept.candidates()}[name] == State.FINISHED
-    assert {status.candidate.id: status.state for status in open_again.candidates()}[name] == State.PENDING
+    assert {status.candidate.id: status.fate for status in open_again.candidates()}[name] == Fate.LOST
     again = [trial.candidate for trial in replay(open_again, gh200).trials]
     assert name in [candidate.id for candidate in again], "under the name it had"
     assert name not in [trial.candidate.id for trial in replay(kept, gh200).trials]
