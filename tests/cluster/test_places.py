@@ -1,5 +1,6 @@
 """How a candidate comes to the place it has to run in."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,8 @@ def searcher_over(driver: Driver, devices: int, alive: bool = True) -> _Searcher
     return searcher
 
 
-def says(event: str) -> dict[str, Any]:
-    return {"event": f'{{"event": "{event}", "record": {{}}, "place": "x"}}'}
+def says(event: str, place: str = "node/here") -> dict[str, Any]:
+    return {"event": json.dumps({"event": event, "record": {}, "place": place})}
 
 
 def candidate_of(answer: Any) -> str:
@@ -66,6 +67,26 @@ def test_a_device_is_given_back_without_a_word_to_the_study() -> None:
     searcher.on_trial_complete("wrong", error=True)
     assert (driver.lost, driver.heard) == ([], [])
     assert candidate_of(searcher.suggest("beside")) == "c1", "there is room again"
+
+
+def test_a_place_that_is_held_for_another_candidate_is_waited_for() -> None:
+    """The one before had to run here, and held the device there; that is no place that is gone."""
+    driver = Driver()
+    driver.waiting[0] = {**driver.waiting[0], "place": "node/here"}
+    searcher = searcher_over(driver, devices=2)
+    searcher._most_at_once = 3  # where a device is free, the place that is wanted is not that one
+    searcher._placing = Placing(2, is_there=lambda place: True)
+    searcher.suggest("there")
+    searcher.on_trial_result("there", says(ELSEWHERE, "node/there"))
+    searcher.suggest("here")
+    searcher.on_trial_complete("here", says("record"))
+    assert candidate_of(searcher.suggest("here again")) == "c1"
+    searcher.on_trial_result("here again", says(ELSEWHERE, "node/here"))
+    assert driver.lost == []
+    assert searcher.suggest("not yet") is None
+    assert not searcher.is_over()
+    searcher.on_trial_complete("there", error=True)
+    assert candidate_of(searcher.suggest("there at last")) == "c1"
 
 
 @pytest.mark.parametrize(("devices", "alive"), [(3, False), (1, True)])

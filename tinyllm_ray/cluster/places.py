@@ -58,7 +58,8 @@ class Placing:
     def __init__(self, devices: int, is_there: Callable[[str], bool] = is_there) -> None:
         self.devices = devices
         self._is_there = is_there
-        self._holding: set[str] = set()
+        self._holding: dict[str, str] = {}
+        """The place that each trial holds."""
         self._request: Mapping[str, Any] | None = None
 
     def __len__(self) -> int:
@@ -71,23 +72,25 @@ class Placing:
         return self._request is not None
 
     def next(self) -> Mapping[str, Any] | None:
-        """The request that is to be tried as another trial, if there is one."""
+        """The request that is to be tried as another trial now, if there is one; not while its own place is held."""
+        if self._request is None or self._request["place"] in self._holding.values():
+            return None
         request, self._request = self._request, None
         return request
 
-    def hear(self, trial_id: str, request: Mapping[str, Any]) -> bool:
-        """A trial says that it is elsewhere; whether its candidate is going to be tried as another one."""
-        self._holding.add(trial_id)
-        if len(self._holding) >= self.devices or not self._is_there(request["place"]):
+    def hear(self, trial_id: str, request: Mapping[str, Any], place: str) -> bool:
+        """A trial says that it is elsewhere, in `place`; whether its candidate is going to be tried as another one."""
+        self._holding[trial_id] = place
+        wanted = request["place"]
+        all_seen = len(self._holding) >= self.devices and wanted not in self._holding.values()
+        if all_seen or not self._is_there(wanted):
             return False
         self._request = request
         return True
 
     def end(self, trial_id: str) -> bool:
         """A trial has ended; whether it was one that held."""
-        held = trial_id in self._holding
-        self._holding.discard(trial_id)
-        return held
+        return self._holding.pop(trial_id, None) is not None
 
 
 class Over(Stopper):  # type: ignore[misc]

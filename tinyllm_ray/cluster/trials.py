@@ -236,7 +236,12 @@ class _Searcher(Searcher):  # type: ignore[misc]
     def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
         if len(self._running) + len(self._placing) >= self._most_at_once:
             return None
-        request, self._first = self._placing.next() or self._first or self._driver.ask(), None
+        if self._placing.is_searching:
+            request = self._placing.next()
+            if request is None:
+                return None
+        else:
+            request, self._first = self._first or self._driver.ask(), None
         if request is None:
             self._hand_back()
             return Searcher.FINISHED if self._driver.finished else None
@@ -259,7 +264,7 @@ class _Searcher(Searcher):  # type: ignore[misc]
             self._driver.hear(request["candidate"], event)
             return
         del self._running[trial_id]
-        if not self._placing.hear(trial_id, request):
+        if not self._placing.hear(trial_id, request, event["place"]):
             self._driver.lose(request["candidate"])
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
