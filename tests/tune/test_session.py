@@ -1,6 +1,7 @@
 """How a study's session ends: the verdict reaches the supervisor before Ray is shut down."""
 
 import io
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,8 +44,8 @@ class Running:
             out,
             Deadline.after(budget_seconds, self.clock),
         )
-        report = Report(out, "study", CONFIG, budget_seconds, lambda: 1.0)
-        self.session = Session(self.driver, report, channel, Console(file=self.said, width=200))
+        self.report = Report(out, "study", CONFIG, budget_seconds, lambda: 50.0)
+        self.session = Session(self.driver, self.report, channel, Console(file=self.said, width=200))
 
     def measure(self, request: Any, took_seconds: float, fate: Fate = Fate.COMPLETE, reason: str | None = None) -> None:
         """The candidate ends after so many seconds."""
@@ -152,3 +153,16 @@ def test_one_bad_candidate_costs_nothing_but_itself(running: Running) -> None:
     states = [row.state for row in running.driver.rows()]
     assert states.count("failed") == 1
     assert states.count("complete") >= 2
+
+
+def test_the_summary_says_what_each_session_used(running: Running) -> None:
+    """Killed ones too, whose last candidate left no record."""
+    running.report.earlier_sessions = [{"session": "killed", "began": 0.0, "seconds": 42.0, "ended": False}]
+    running.measure(running.driver.ask(), took_seconds=7)
+    running.session.close("SIGINT")
+    summary = json.loads((running.out / "summary.json").read_text())
+    before, own = summary["sessions"]
+    assert (before["session"], before["seconds"], before["ended"], before["trials"]) == ("killed", 42.0, False, 1)
+    assert (own["seconds"], own["ended"], own["trials"]) == (8.0, True, 0)
+    assert before["trial_seconds"] == 7.0, "its record's time says that it began then"
+    assert summary["elapsed_seconds"] == before["seconds"] + own["seconds"]
