@@ -67,6 +67,7 @@ def test_a_step_that_ends_is_missing_with_sruns_own_words(tmp_path: Path, monkey
 def test_what_runs_is_a_command_of_the_package_or_a_file() -> None:
     assert program(["tune", "--budget", "45m"]) == ["-m", "tinyllm_ray.tune", "--budget", "45m"]
     assert program(["--", "train", "evaluate", "--"]) == ["-m", "tinyllm_ray.train", "evaluate", "--"]
+    assert program(["selfcheck", "--measure"]) == ["-m", "tinyllm_ray.cluster", "selfcheck", "--measure"]
     assert program(["mine.py", "-x"]) == ["mine.py", "-x"]
     for words in ([], ["--"], ["rm", "-rf"], ["cluster"]):
         with pytest.raises(ConfigError, match=r"tune, train, data or a FILE\.py"):

@@ -175,6 +175,8 @@ def program(words: Sequence[str]) -> list[str]:
     words = words[1:] if words[:1] == ["--"] else words
     if words and words[0] in PROGRAMS:
         return ["-m", f"tinyllm_ray.{words[0]}", *words[1:]]
+    if words[:1] == ["selfcheck"]:  # with --measure it measures on the job's cluster
+        return ["-m", "tinyllm_ray.cluster", *words]
     if words and words[0].endswith(".py"):
         return list(words)
     raise ConfigError(

@@ -25,6 +25,7 @@ EPILOG = """examples:
   python -m tinyllm_ray.cluster selfcheck --out /project/studies --json
   srun --nodes=4 --ntasks-per-node=1 --label python -m tinyllm_ray.cluster selfcheck
   python -m tinyllm_ray.cluster selfcheck --measure --budget 20m --bundle selfcheck.tar.gz
+  python -m tinyllm_ray.cluster submit --nodes 4 --gpus-per-node 4 --time 30 -- selfcheck --measure
 
 Each line is a check: ok; warn, a study runs and its figures may suffer; fail, it would not run as asked. With --measure
 the control (the baseline of the study that would run here) is measured in equal processes on every device: what they
