@@ -160,9 +160,11 @@ def _until(look: Callable[[], Any]) -> Any:
 
 def _metrics_of_a_study() -> str:
     (node,) = ray.nodes()
+    address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
 
     def look() -> str | None:
-        with urllib.request.urlopen(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics") as page:
+        text = ""
+        with contextlib.suppress(OSError), urllib.request.urlopen(address) as page:
             text = page.read().decode()
         there = all(f"ray_{name}{{" in text for name in STUDY_GAUGES)
         return text if there and _samples(text, "tinyllm_running", candidate=SECOND) else None
@@ -180,7 +182,9 @@ def _titles_of_workers(connection: Connection) -> set[str]:
     )
 
     def look() -> set[str] | None:
-        with urllib.request.urlopen(request) as page:
+        workers: list[dict[str, Any]] = []
+        # The dashboard answers with an error, or without the workers, until the node has reported to it.
+        with contextlib.suppress(OSError, LookupError), urllib.request.urlopen(request) as page:
             workers = json.load(page)["data"]["detail"]["workers"]
         titles = {" ".join(worker["cmdline"]).strip() for worker in workers}
         return titles if any(SECOND in title for title in titles) else None
@@ -232,9 +236,9 @@ def _start_prometheus(folder: Path, ending: contextlib.ExitStack) -> str | None:
 
 
 def _queries() -> list[str]:
-    """Of the Grafana dashboard, with every study chosen."""
+    """Of the Grafana dashboard, with this study chosen."""
     panels = json.loads((CLUSTER / "grafana_dashboard.json").read_text())["panels"]
-    return [target["expr"].replace("$study", ".*") for panel in panels for target in panel["targets"]]
+    return [target["expr"].replace("$study", "the study") for panel in panels for target in panel["targets"]]
 
 
 def _names(query: str) -> set[str]:
