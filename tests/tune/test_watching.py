@@ -30,10 +30,11 @@ from command_line import TINY_RECIPE
 from ray.tune.logger import JsonLoggerCallback, LoggerCallback, TBXLoggerCallback
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from watch_files import CLUSTER, metric_names, queries
 
 from tinyllm_ray.clock import Deadline
 from tinyllm_ray.cluster.connect import Connection, connect
-from tinyllm_ray.cluster.metrics import GPU_GAUGES, STUDY_GAUGES
+from tinyllm_ray.cluster.metrics import STUDY_GAUGES
 from tinyllm_ray.cluster.trials import run_trials
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.prepare import CACHE_VARIABLE
@@ -49,7 +50,6 @@ from tinyllm_ray.tune.report import Report
 from tinyllm_ray.tune.watching import watched
 from tinyllm_ray.yamlfile import parse_yaml
 
-CLUSTER = Path(__file__).parents[2] / "cluster"
 SIZE = "0.5M"
 FIRST, SECOND = f"{SIZE} mb8 eager auto t1", f"{SIZE} mb8 eager math t1"
 
@@ -160,9 +160,11 @@ def _until(look: Callable[[], Any]) -> Any:
 
 def _metrics_of_a_study() -> str:
     (node,) = ray.nodes()
+    address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
 
     def look() -> str | None:
-        with urllib.request.urlopen(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics") as page:
+        text = ""
+        with contextlib.suppress(OSError), urllib.request.urlopen(address) as page:
             text = page.read().decode()
         there = all(f"ray_{name}{{" in text for name in STUDY_GAUGES)
         return text if there and _samples(text, "tinyllm_running", candidate=SECOND) else None
@@ -180,7 +182,9 @@ def _titles_of_workers(connection: Connection) -> set[str]:
     )
 
     def look() -> set[str] | None:
-        with urllib.request.urlopen(request) as page:
+        workers: list[dict[str, Any]] = []
+        # The dashboard answers with an error, or without the workers, until the node has reported to it.
+        with contextlib.suppress(OSError, LookupError), urllib.request.urlopen(request) as page:
             workers = json.load(page)["data"]["detail"]["workers"]
         titles = {" ".join(worker["cmdline"]).strip() for worker in workers}
         return titles if any(SECOND in title for title in titles) else None
@@ -206,12 +210,12 @@ def _ask_prometheus(folder: Path) -> dict[str, list[Any]]:
                 answer: list[Any] = json.load(page)["data"]["result"]
             return answer
 
-        (running,) = (query for query in _queries() if "tinyllm_running" in query)
+        (running,) = (query for query in queries("the study") if "tinyllm_running" in query)
         # The first candidate is said to run until Ray has heard that it does not.
         _until(lambda: [one["metric"] for one in look(running)] == [{"candidate": SECOND}])
         return {
-            query: _until(functools.partial(look, query)) if _names(query) <= set(STUDY_GAUGES) else look(query)
-            for query in _queries()
+            query: _until(functools.partial(look, query)) if metric_names(query) <= set(STUDY_GAUGES) else look(query)
+            for query in queries("the study")
         }
 
 
@@ -229,16 +233,6 @@ def _start_prometheus(folder: Path, ending: contextlib.ExitStack) -> str | None:
             return address
         time.sleep(0.1)
     return None
-
-
-def _queries() -> list[str]:
-    """Of the Grafana dashboard, with every study chosen."""
-    panels = json.loads((CLUSTER / "grafana_dashboard.json").read_text())["panels"]
-    return [target["expr"].replace("$study", ".*") for panel in panels for target in panel["targets"]]
-
-
-def _names(query: str) -> set[str]:
-    return set(re.findall(r"\bray_(tinyllm_\w+)", query))
 
 
 def _samples(metrics: str, name: str, **labels: str) -> list[float]:
@@ -279,18 +273,8 @@ def test_prometheus_reads_it_with_the_shipped_settings(seen: Seen) -> None:
     assert {one["metric"]["fate"] for one in fates} == set(Fate)
 
 
-def test_the_grafana_dashboard_asks_for_what_is_exported_and_for_all_of_it() -> None:
-    exported = {**STUDY_GAUGES, **GPU_GAUGES}
-    assert set().union(*map(_names, _queries())) == set(exported)
-    for query in _queries():
-        tags = {"NodeAddress"}.union(*(exported[name][1] for name in _names(query)))
-        labels = re.findall(r"[{,]\s*(\w+)=", query)
-        labels += [word for listed in re.findall(r"by \((.*?)\)", query) for word in listed.split(", ")]
-        assert set(labels) <= tags, query
-
-
 @pytest.mark.slow
-def test_a_logger_hears_what_the_record_says_under_the_records_names(seen: Seen) -> None:
+def test_a_logger_hears_what_the_record_says_under_the_recordsmetric_names(seen: Seen) -> None:
     assert [record.fate for record in seen.records] == [Fate.COMPLETE, Fate.FAILED]
     assert [name for name, _ in seen.notes.starts] == seen.notes.ends
     assert seen.notes.starts[0] == (FIRST, seen.records[0].execution)
@@ -338,24 +322,6 @@ def test_a_tuner_takes_callbacks_and_its_study_tells_them(
         *_, last = map(json.loads, (out / "callbacks" / record.candidate / "result.json").read_text().splitlines())
         assert last["targets_per_second"] == record.targets_per_second
         assert not list((out / "callbacks").rglob("*tfevents*")), "what is given takes the place of the default"
-
-
-def test_grafanas_own_models_read_the_dashboard_without_losing_a_word() -> None:
-    models = pytest.importorskip("grafana_foundation_sdk.models.dashboard", reason="pip install grafana-foundation-sdk")
-    from grafana_foundation_sdk.cog import encoder, plugins
-
-    plugins.register_default_plugins()
-    shipped = json.loads((CLUSTER / "grafana_dashboard.json").read_text())
-    known = json.loads(encoder.JSONEncoder().encode(models.Dashboard.from_json(shipped)))
-    assert _within(shipped, known)
-
-
-def _within(part: Any, whole: Any) -> bool:
-    if isinstance(part, dict):
-        return all(name in whole and _within(value, whole[name]) for name, value in part.items())
-    if isinstance(part, list):
-        return len(part) == len(whole) and all(map(_within, part, whole))
-    return bool(part == whole)
 
 
 def test_a_mistake_in_the_callbacks_is_said_before_the_study(tmp_path: Path) -> None:
