@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from played_ray import LOG, RECIPE, SPACE, key_of, play_ray, run_session
+from session_processes import Ended, alive, children, stall
 
 from tinyllm_ray import journal
 from tinyllm_ray.config import load
@@ -62,14 +63,10 @@ class Sessions:
         """Sessions until the study is over; at most so many are killed."""
         (self.folder / "recipe.yaml").write_text(RECIPE)
         (self.folder / "space.yaml").write_text(SPACE)
-        for number in range(10_000):
-            spare = self.kills >= most_kills
-            if self._session(number, spare):
-                return
+        while not self._session(spare=self.kills >= most_kills):
             self.check_after_kill()
-        raise Broken("the study does not end")
 
-    def _session(self, number: int, spare: bool) -> bool:
+    def _session(self, *, spare: bool) -> bool:
         """Whether it came to the study's end."""
         log_lines = len(self.log())
         arguments = ["--budget", f"{BUDGET_SECONDS}s", "--config", "recipe.yaml", "--space", "space.yaml"]
@@ -84,16 +81,14 @@ class Sessions:
                 traceback.print_exc()
             finally:
                 os._exit(status)
-        forked, end = time.monotonic(), _Ended(pid)
+        forked, end = time.monotonic(), Ended(pid)
         if not spare:
             self._wait_for_the_moment(end, log_lines)
         if spare or end():
             status = end.wait()
             hold(status == 0, f"a session that was left alone ended with status {status}")
             return True
-        before = {
-            path.stem: json.loads(path.read_bytes())["seconds"] for path in (self.out / "sessions").glob("*.json")
-        }
+        before = {entry["session"]: entry["seconds"] for entry in read_sessions(self.out)}
         kill_at = time.monotonic()
         victims = self._kill(pid)
         end.wait()
@@ -104,13 +99,15 @@ class Sessions:
             over = time.monotonic()
         else:
             over = float("inf")
+        if "mirror" in self._last:  # the supervisor may have started another one
+            over = float("inf")
         begun = [line["session"] for line in self.log()[log_lines:] if line["kind"] == "begun"]
         if begun and begun[0] in before:
             exact = helpers and "mirror" not in self._last
             self.walls[begun[0]] = (kill_at - forked if exact else before[begun[0]], over - began + TICK_SECONDS)
         return False
 
-    def _wait_for_the_moment(self, end: "_Ended", log_lines: int) -> None:
+    def _wait_for_the_moment(self, end: Ended, log_lines: int) -> None:
         """Any moment: some by time, some soon after a record."""
         if self.chance.random() < 0.3:
             until = time.monotonic() + self.chance.uniform(0, 0.5)
@@ -238,56 +235,6 @@ class Sessions:
         for session, seconds in entries.items():
             hold(begun[session] <= BUDGET_SECONDS - before, f"{session} had {begun[session]} of the budget")
             before += seconds
-
-
-class _Ended:
-    """Whether a forked process has ended, and how."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._status: int | None = None
-
-    def __call__(self) -> bool:
-        if self._status is None and (found := os.waitpid(self.pid, os.WNOHANG))[0]:
-            self._status = os.waitstatus_to_exitcode(found[1])
-        return self._status is not None
-
-    def wait(self) -> int:
-        while not self():
-            time.sleep(0.002)
-        assert self._status is not None
-        return self._status
-
-
-def children(pid: int) -> dict[str, int]:
-    """A supervisor's processes: study, guard and mirror, as far as they have started."""
-    found = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError):
-                fields = Path("/proc", entry, "stat").read_bytes().rpartition(b") ")[2].split()
-                if int(fields[1]) == pid:
-                    words = Path("/proc", entry, "cmdline").read_bytes().split(b"\0")
-                    duty = {b"guard": "guard", b"mirror": "mirror", b"tell_used": "reader"}
-                    found[next((duty[word] for word in words if word in duty), "study")] = int(entry)
-    return found
-
-
-def stall(pid: int, seconds: float) -> None:
-    """Keep the processor from a process for a while."""
-    os.kill(pid, signal.SIGSTOP)
-    if os.fork() == 0:
-        time.sleep(seconds)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
-        os._exit(0)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path("/proc", str(pid), "stat").read_bytes().rpartition(b") ")[2].split()[0] not in (b"Z", b"X")
-    except OSError:
-        return False
 
 
 def main() -> int:
