@@ -55,3 +55,10 @@ def alive(pid: int) -> bool:
         return Path("/proc", str(pid), "stat").read_bytes().rpartition(b") ")[2].split()[0] not in (b"Z", b"X")
     except OSError:
         return False
+
+
+def copies(pid: int) -> bool:
+    """Whether this is a helper that copies a journal, and not a later process with its number."""
+    with contextlib.suppress(OSError):
+        return alive(pid) and b"mirror" in Path("/proc", str(pid), "cmdline").read_bytes().split(b"\0")
+    return False
