@@ -6,8 +6,9 @@ Tables as in `replay.py`. A fleet has nodes of four GPUs, whose speeds spread by
 share their node's compile cache; the cluster is ready after 30 s, and every process of a candidate costs its start.
 The study is the product's, asked whenever a GPU is free; the choice is verified in three interleaved pairs on one GPU,
 or not at all with `--no-verification`. For each number of GPUs: seconds to the decision; GPU hours where all nodes
-are held until then; GPU hours where a node goes back at the end of its last trial; how many GPUs ever ran a trial;
-how much slower than the best row the choice is; how many executions were measured more than once by the search.
+are held until then; GPU hours with the product's rule (`cluster/surplus.py`: once the study has nothing more to start,
+idle nodes beyond room for the most trials that ever ran at once go back, and all idle ones once it verifies); how many
+GPUs ever ran a trial; how much slower than the best row the choice is; how many executions the search measured twice.
 """
 
 import argparse
@@ -46,7 +47,7 @@ class Decision:
     held_hours: float
     """GPU hours with all nodes to the end."""
     returned_hours: float
-    """GPU hours with each node until its last trial's end."""
+    """GPU hours where idle nodes go back."""
     used_gpus: int
     trials: int
     regret: float
@@ -63,8 +64,10 @@ class Fleet:
         self.machines = [Machine(table, seed * 1000 + node) for node in range(-(-gpus // GPUS_A_NODE))]
         self.free = list(range(gpus))
         self.running: list[tuple[float, int, TrialRecord]] = []
-        self.last_ends = [READY_SECONDS] * gpus
         self.used: set[int] = set()
+        self.returned: dict[int, float] = {}
+        """When a node went back."""
+        self.peak = 0
 
     def start(self, trial: Trial, now: float) -> None:
         """Measure on the lowest free GPU, so that as few nodes as possible are used; where it asks for one, there."""
@@ -77,17 +80,30 @@ class Fleet:
         if trial.stage == "verification":
             record = record.model_copy(update={"purpose": "verification", "round": trial.round})
         heapq.heappush(self.running, (now + (record.seconds.total or 0.0), gpu, record))
+        self.peak = 1 if trial.stage == "verification" else max(self.peak, len(self.running))
 
     def next_end(self) -> tuple[float, TrialRecord]:
         now, gpu, record = heapq.heappop(self.running)
         self.free.append(gpu)
-        self.last_ends[gpu] = now
         return now, record
 
-    def returned_seconds(self) -> float:
-        """GPU seconds where a node goes back after its last trial."""
-        nodes = [self.last_ends[first : first + GPUS_A_NODE] for first in range(0, self.gpus, GPUS_A_NODE)]
-        return sum(len(ends) * max(ends) for ends in nodes)
+    def hand_back(self, now: float) -> None:
+        """As `Surplus` does it: the first node is the driver's, and stays."""
+        nodes = [node for node in range(len(self.machines)) if node not in self.returned]
+        busy = {gpu // GPUS_A_NODE for _, gpu, _ in self.running}
+        kept = [node for node in nodes if node == 0 or node in busy]
+        idle = [node for node in nodes if node not in kept]
+        while idle and sum(self.size(node) for node in kept) < self.peak:
+            kept.append(idle.pop(0))
+        self.returned |= dict.fromkeys(idle, now)
+        self.free = [gpu for gpu in self.free if gpu // GPUS_A_NODE not in self.returned]
+
+    def size(self, node: int) -> int:
+        return min(GPUS_A_NODE, self.gpus - node * GPUS_A_NODE)
+
+    def used_seconds(self, now: float) -> float:
+        """GPU seconds until now."""
+        return sum(self.size(node) * self.returned.get(node, now) for node in range(len(self.machines)))
 
 
 def on_device(record: TrialRecord, gpu: int, speed: float) -> TrialRecord:
@@ -110,7 +126,7 @@ def decide(
     objective = Objective("training", scenario.tokens, scenario.runs)
     priors = Priors(table.space.device_kind).without(*table.without)
     study = Study(table.space, objective=objective, verifier=InterleavedPairs() if verify else None, priors=priors)
-    now, searched, trials = READY_SECONDS, Counter[str](), 0
+    now, searched, trials, told = READY_SECONDS, Counter[str](), 0, 0
     while True:
         answer = study.ask(budget - now) if fleet.free else None
         if isinstance(answer, Finished):
@@ -121,12 +137,15 @@ def decide(
                 searched[answer.candidate.execution_identity] += 1
             fleet.start(answer, now)
         else:
+            if answer is not None and told:
+                fleet.hand_back(now)
             now, record = fleet.next_end()
             study.tell(record)
+            told += 1
     selection = study.selection()
     lost = regret(selection.record.execution if selection else None, table, table.best_row.rate, table.band)
     repeated = sum(count - 1 for count in searched.values())
-    held, returned = now * gpus / 3600, fleet.returned_seconds() / 3600
+    held, returned = now * gpus / 3600, fleet.used_seconds(now) / 3600
     return Decision(now, held, returned, len(fleet.used), trials, lost, repeated)
 
 

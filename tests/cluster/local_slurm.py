@@ -13,6 +13,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "cluster" / "local_slurm.sh"
+PATIENCE_SECONDS = 600.0
+"""For anything to happen; ten times what it takes on two idle cores."""
 _ITS_OWN = re.compile(r"local_slurm\.sh boot|^slurmd |^ps ")
 
 
@@ -34,7 +36,9 @@ class LocalSlurm:
 
     def try_login(self, *command: object) -> "subprocess.CompletedProcess[str]":
         words = [str(SCRIPT), "login", str(self.folder), "env", *self.environment, *map(str, command)]
-        return subprocess.run(words, cwd=self.work, text=True, capture_output=True, timeout=60, check=False)
+        return subprocess.run(
+            words, cwd=self.work, text=True, capture_output=True, timeout=PATIENCE_SECONDS, check=False
+        )
 
     def submit(self, *arguments: object) -> int:
         """The number of a job that `submit` has submitted."""
@@ -51,14 +55,22 @@ class LocalSlurm:
         (value,) = re.findall(rf"\b{name}=(\S+)", self.login("scontrol", "show", "job", "--oneliner", job))
         return str(value)
 
-    def ended(self, job: int, seconds: float = 150) -> str:
+    def ended(self, job: int, seconds: float = PATIENCE_SECONDS) -> str:
         """Waits for a job's end; its state."""
         self.wait(lambda: self.field(job, "JobState") not in ("PENDING", "RUNNING", "COMPLETING"), seconds)
         # A job has ended when its batch script has; its steps' last processes go within Slurm's KillWait.
         return self.field(job, "JobState")
 
-    def wait_for_line(self, job: int, text: str, seconds: float = 120) -> None:
-        self.wait(lambda: self.log(job).exists() and text in self.log(job).read_text(), seconds)
+    def wait_for_line(self, job: int, text: str) -> None:
+        """Waits until a job's log has `text`; fails with the log when the job ends before."""
+
+        def is_said() -> bool:
+            over = self.field(job, "JobState") not in ("PENDING", "RUNNING", "COMPLETING")
+            log = self.log(job).read_text() if self.log(job).exists() else ""
+            assert text in log or not over, log
+            return text in log
+
+        self.wait(is_said)
 
     def processes(self, node: str) -> list[str]:
         """Command lines of all processes on a node but Slurm's daemon."""
@@ -88,7 +100,7 @@ class LocalSlurm:
         return not any(self.processes(node) for node in nodes)
 
     @staticmethod
-    def wait(condition: Callable[[], bool], seconds: float) -> None:
+    def wait(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
         """Slurm tells nobody; so it is asked."""
         end = time.monotonic() + seconds
         while not condition():

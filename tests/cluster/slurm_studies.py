@@ -11,7 +11,7 @@ from tinyllm_ray.records import TrialRecord, read_records
 SPACE = """
 baseline: {micro_batch_size: 8, cpu_threads: 1}
 factors: {micro_batch_size: [4, 8], sdpa_backend: [auto, math]}
-protocol: {warmup_updates: 1, windows: 2, updates_per_window: 10}
+protocol: {warmup_updates: 1, windows: 2, updates_per_window: 30}
 """
 STUDY = ("--config", "recipe.yaml", "--space", "space.yaml", "--objective", "throughput", "--out", "study")
 
@@ -42,4 +42,4 @@ def running(slurm: LocalSlurm) -> list[str]:
 
 def wait_for_a_candidate_in_flight(slurm: LocalSlurm) -> None:
     """Until one candidate's record is in OUT, and another one has begun."""
-    slurm.wait(lambda: bool(records(slurm)) and bool(running(slurm)), 200)
+    slurm.wait(lambda: bool(records(slurm)) and bool(running(slurm)))

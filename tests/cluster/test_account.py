@@ -116,6 +116,15 @@ def test_what_no_trial_held_is_idle_before_between_and_after() -> None:
     assert "allocated 0.11 GPU hours on 2 GPU(s)" in text
 
 
+def test_a_node_that_was_handed_back_counts_until_then() -> None:
+    resized = """RESIZING|0:0|2026-11-30T10:00:00|2026-11-30T10:01:40|4||
+COMPLETED|0:0|2026-11-30T10:01:40|2026-11-30T10:03:20|1||
+"""
+    runs, _ = job_runs(7, Slurm(completion=resized))
+    account = account_of([trial(0, 100)], runs, devices=4, unit="node")
+    assert account.allocated == 4 * 100 + 100
+
+
 def test_without_slurm_the_studys_own_record_is_all() -> None:
     account = account_of([trial(0, 25, joules=3.6e6)], [], devices=1, unit="GPU")
     assert (account.allocated, account.idle, account.idle_parts) == (None, None, {})

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from local_slurm import LocalSlurm, booted
-from slurm_studies import STUDY, prepare, records, running, summary, wait_for_a_candidate_in_flight
+from slurm_studies import SPACE, STUDY, prepare, records, running, summary, wait_for_a_candidate_in_flight
 
 from tinyllm_ray.records import Fate
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture
@@ -33,38 +33,36 @@ def assert_every_record_stands(slurm: LocalSlurm) -> None:
         assert (slurm.work / "study" / "candidates" / f"{row['candidate']}.yaml").exists()
 
 
-@pytest.mark.timeout(600)
-def test_a_study_goes_on_through_a_killed_raylet_a_lost_folder_and_a_lost_node(slurm: LocalSlurm) -> None:
+def test_a_study_goes_on_through_a_killed_raylet_a_lost_node_and_a_lost_folder(slurm: LocalSlurm) -> None:
+    (slurm.work / "space.yaml").write_text(SPACE.replace("[4, 8]", "[1, 2, 4, 8]"))  # four candidates help at once
     job = begin(slurm, nodes=3)
     slurm.wait_for_line(job, "3 of 3 nodes ready")
-    wait_for_a_candidate_in_flight(slurm)
-
+    slurm.wait(lambda: len(running(slurm)) == 3)
     slurm.end_process("n3", r"\S*/raylet/raylet ")
+    slurm.kill("n2")
     slurm.wait_for_line(job, "cluster: lost n3 (its step ended with 1")
-    slurm.wait(lambda: slurm.is_empty("n3"), 60)
 
+    # What was on the two nodes has not been measured yet, so that there is more to come.
     measured = slurm.log(job).read_text().count(": complete")
     (slurm.work / "study").rename(slurm.work / "away")
-    slurm.wait(lambda: slurm.log(job).read_text().count(": complete") >= measured + 2, 200)
+    slurm.wait(lambda: slurm.log(job).read_text().count(": complete") > measured)
     (slurm.work / "away").rename(slurm.work / "study")
 
-    slurm.wait(lambda: bool(running(slurm)), 200)
-    slurm.kill("n2")
-    assert slurm.ended(job, 400) == "COMPLETED", slurm.log(job).read_text()
+    assert slurm.ended(job) == "COMPLETED", slurm.log(job).read_text()
     found = records(slurm)
-    assert {record.fate for record in found} <= {Fate.COMPLETE, Fate.LOST, Fate.DOMINATED}
+    assert {record.fate for record in found} == {Fate.COMPLETE, Fate.LOST}
     settled = {record.execution_identity for record in found if record.fate != Fate.LOST}
     assert {record.execution_identity for record in found} == settled, "what was lost is measured on what is left"
     assert_every_record_stands(slurm)
     assert summary(slurm)["selected"] is not None
-    slurm.wait(lambda: slurm.is_empty("n1", "n3"), 60)
+    slurm.wait(lambda: slurm.is_empty("n1", "n3"))
 
 
 @pytest.mark.parametrize(
     ("process", "status"),
     [
         (r"\S*/gcs_server ", "1:0"),
-        (r"\S+ -m tinyllm_ray\.tune\.study_process", "1:0"),
+        pytest.param(r"\S+ -m tinyllm_ray\.tune\.study_process", "1:0", marks=pytest.mark.slow),
         pytest.param(r"\S+ -m tinyllm_ray\.tune --budget", "137:0", marks=pytest.mark.slow),
     ],
     ids=["head", "study", "supervisor"],
@@ -80,15 +78,45 @@ def test_a_dead_head_or_driver_ends_the_job_with_its_report(slurm: LocalSlurm, p
     assert {record.fate for record in records(slurm)} <= {Fate.COMPLETE, Fate.LOST}
     assert_every_record_stands(slurm)
     assert json.loads((slurm.work / "study" / "summary.json").read_text())["baseline"]["fate"] == "complete"
-    slurm.wait(lambda: slurm.is_empty("n1", "n2"), 60)
+    slurm.wait(lambda: slurm.is_empty("n1", "n2"))
 
 
-def test_a_full_tmp_costs_no_record(built_root: Path) -> None:
+@pytest.mark.slow
+def test_a_full_tmp_costs_nothing(built_root: Path) -> None:
     with booted(nodes=1, cpus=2, gpus=0, cache=built_root, tmp_mb=300) as slurm:
         prepare(slurm)
         job = begin(slurm, nodes=1)
         wait_for_a_candidate_in_flight(slurm)
+        before = len(records(slurm))
         slurm.on("n1", "sh", "-c", "cat /dev/zero > /tmp/full || true")
-        slurm.ended(job)
-        print(slurm.log(job).read_text())
+        slurm.wait(lambda: len(records(slurm)) >= before + 2)
+        slurm.login("scancel", "--batch", "--signal=USR1", job)
+        assert slurm.ended(job) == "FAILED"
+        assert slurm.field(job, "ExitCode") == "143:0", slurm.log(job).read_text()
+        assert {record.fate for record in records(slurm)} == {Fate.COMPLETE}
         assert_every_record_stands(slurm)
+
+
+@pytest.mark.slow
+def test_nodes_that_cannot_help_any_more_are_handed_back(slurm: LocalSlurm) -> None:
+    (slurm.work / "space.yaml").write_text(SPACE.replace(", sdpa_backend: [auto, math]", ""))
+    job = begin(slurm, nodes=3)
+    slurm.wait_for_line(job, "cluster: handed back n")
+    slurm.wait(lambda: int(slurm.field(job, "NumNodes")) < 3)
+    assert slurm.ended(job) == "COMPLETED", slurm.log(job).read_text()
+    assert "cluster: lost" not in slurm.log(job).read_text()
+    assert len(records(slurm)) == 2
+    assert {record.fate for record in records(slurm)} == {Fate.COMPLETE}
+    slurm.wait(lambda: slurm.is_empty("n1", "n2", "n3"))
+
+
+@pytest.mark.slow
+def test_a_heads_node_that_goes_down_ends_the_job_on_the_others_too(slurm: LocalSlurm) -> None:
+    job = begin(slurm, nodes=2)
+    wait_for_a_candidate_in_flight(slurm)
+    before = records(slurm)
+    slurm.kill("n1")
+    assert slurm.ended(job) == "NODE_FAIL"
+    slurm.wait(lambda: slurm.is_empty("n2"))
+    assert records(slurm)[: len(before)] == before
+    assert_every_record_stands(slurm)

@@ -10,7 +10,7 @@ from slurm_studies import STUDY, prepare, records, summary, wait_for_a_candidate
 
 from tinyllm_ray.records import Fate
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def assert_it_goes_on(slurm: LocalSlurm, job: int) -> None:
     """Of a job that has come back: it measures what it was at again, keeps what it has, and counts both runs."""
     before = records(slurm)
     assert before
-    slurm.wait(lambda: len(records(slurm)) > len(before), 200)
+    slurm.wait(lambda: len(records(slurm)) > len(before))
     after = records(slurm)
     assert after[: len(before)] == before
     assert {record.fate for record in after} <= {Fate.COMPLETE, Fate.LOST, Fate.DOMINATED}, "none is half measured"
@@ -35,7 +35,7 @@ def assert_it_goes_on(slurm: LocalSlurm, job: int) -> None:
     said = summary(slurm)
     used = sum(record.seconds.total or 0.0 for record in after)
     assert used < said["elapsed_seconds"] < said["budget_seconds"]
-    slurm.wait(lambda: slurm.is_empty("n1", "n2"), 60)
+    slurm.wait(lambda: slurm.is_empty("n1", "n2"))
 
 
 def preempt(slurm: LocalSlurm, job: int) -> None:
@@ -52,28 +52,26 @@ def test_an_interrupted_study_comes_back_and_goes_on(slurm: LocalSlurm, end: Cal
     job = slurm.submit(*size, "--", "tune", "--budget", "10m", *STUDY)
     wait_for_a_candidate_in_flight(slurm)
     end(slurm, job)
-    slurm.wait(lambda: slurm.field(job, "Restarts") == "1", 60)
+    slurm.wait(lambda: slurm.field(job, "Restarts") == "1")
     assert_it_goes_on(slurm, job)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_job_whose_node_goes_down_comes_back_on_another(slurm: LocalSlurm) -> None:
     job = slurm.submit("--cpus-per-node", 4, "--time", 15, "--requeue", "--", "tune", "--budget", "10m", *STUDY)
     wait_for_a_candidate_in_flight(slurm)
     lost = slurm.field(job, "NodeList")
     slurm.kill(lost)
-    slurm.wait(lambda: slurm.field(job, "Restarts") == "1" and slurm.field(job, "JobState") == "RUNNING", 120)
+    slurm.wait(lambda: slurm.field(job, "Restarts") == "1" and slurm.field(job, "JobState") == "RUNNING")
     assert slurm.field(job, "NodeList") != lost
     subprocess.run([SCRIPT, "revive", slurm.folder, lost], check=True)
     assert_it_goes_on(slurm, job)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_budget_longer_than_the_limit_is_spent_in_several_runs(slurm: LocalSlurm) -> None:
     job = slurm.submit("--cpus-per-node", 4, "--time", 2, "--requeue", "--", "tune", "--budget", "10m", *STUDY)
-    slurm.wait(lambda: slurm.field(job, "Restarts") == "1", 200)
+    slurm.wait(lambda: slurm.field(job, "Restarts") == "1")
     assert "the allocation ends before the work does" in slurm.log(job).read_text()
     said = summary(slurm)
     assert said["ended"] != "SIGTERM", "its deadline comes before the warning is passed on"

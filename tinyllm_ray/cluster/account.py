@@ -67,12 +67,19 @@ def jobs_of(records: Iterable[TrialRecord]) -> list[int]:
 
 
 def account_of(records: Sequence[TrialRecord], runs: Sequence[JobRun], devices: int, unit: str) -> GpuAccount:
-    """The account of trials in these runs of an allocation of `devices`; a run that has not ended ends now."""
+    """The account of trials in these runs; a run that has not ended ends now.
+
+    `devices` is what a run has of whose Slurm does not tell; a job that handed nodes back is several runs to it.
+    """
     phases = phases_of(records)
-    spans = [(run.begin, run.end or time.time()) for run in runs if run.begin is not None]
+    spans = [
+        (run.begin, run.end or time.time(), (run.gpus or devices) if unit == "GPU" else run.nodes)
+        for run in runs
+        if run.begin is not None
+    ]
     if not spans:
         return GpuAccount(unit, devices, phases, None, None, {}, _trial_joules(records), None)
-    allocated = devices * sum(end - begin for begin, end in spans)
+    allocated = sum(count * (end - begin) for begin, end, count in spans)
     idle = allocated - sum(phases.values())
     joules = [run.joules for run in runs if run.joules is not None]
     return GpuAccount(
@@ -81,7 +88,7 @@ def account_of(records: Sequence[TrialRecord], runs: Sequence[JobRun], devices: 
         phases,
         allocated,
         idle,
-        _idle_parts(records, spans, devices, idle),
+        _idle_parts(records, spans, idle),
         _trial_joules(records),
         sum(joules) if joules else None,
     )
@@ -135,23 +142,20 @@ def ending(runs: Sequence[JobRun], source: str) -> str:
 
 
 def _idle_parts(
-    records: Sequence[TrialRecord], spans: Sequence[tuple[float, float]], devices: int, idle: float
+    records: Sequence[TrialRecord], spans: Sequence[tuple[float, float, int]], idle: float
 ) -> dict[str, float]:
     """Every device waits for a run's first trial, and from its last one on."""
     before = after = 0.0
-    for begin, end in spans:
+    for begin, end, count in spans:
         inside = [record for record in records if begin <= record.timestamp <= end]
         if not inside:
-            before += devices * (end - begin)
+            before += count * (end - begin)
             continue
-        before += devices * (min(record.timestamp for record in inside) - begin)
+        before += count * (min(record.timestamp for record in inside) - begin)
         last = max(record.timestamp + (record.seconds.total or 0.0) for record in inside)
-        after += devices * max(0.0, end - last)
-    return {
-        "before the first trial": before,
-        "between trials": max(0.0, idle - before - after),
-        "after the last": after,
-    }
+        after += count * max(0.0, end - last)
+    between = max(0.0, idle - before - after)
+    return {"before the first trial": before, "between trials": between, "after the last": after}
 
 
 def _trial_joules(records: Iterable[TrialRecord]) -> float | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from tinyllm_ray.allocation import END_VARIABLE, WARNING_SECONDS, allocation_seconds_left, margin_seconds
 from tinyllm_ray.cluster.descendants import die_with_parent, end_descendants
+from tinyllm_ray.cluster.hand_back import HAND_BACK_VARIABLE, HandBack
 from tinyllm_ray.cluster.node import ray_environment
 from tinyllm_ray.cluster.steps import Steps, describe
 from tinyllm_ray.command import say
@@ -51,16 +52,23 @@ class Warned:
 
 
 def run(
-    command: Sequence[str], environment: Mapping[str, str], steps: Steps, head: str, received: Sequence[int]
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    steps: Steps,
+    head: str,
+    received: Sequence[int],
+    spare: HandBack,
 ) -> int:
     """Run the command to its end, telling it of signals; its exit status, or 1 where the head went away under it."""
+    variables = {**environment, HAND_BACK_VARIABLE: str(spare.path.absolute())}
     process = subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent
+        command, env=variables, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent
     )
     warned = Warned(environment)
     kill_at, heard, lost = None, 0, set(steps.ended)
     while process.poll() is None:
         steps.hear(_TICK_SECONDS)
+        lost |= {*spare.look(steps)}
         for node in set(steps.ended) - lost:
             lost.add(node)
             say(f"cluster: lost {describe(steps, [node])}", sys.stderr)
@@ -81,5 +89,6 @@ def run(
         say(f"cluster: not ended by the kernel yet: {', '.join(left)}", sys.stderr)
     if process.returncode < 0 and not received:
         say(f"cluster: the command was ended by {signal.Signals(-process.returncode).name}", sys.stderr)
-    status = process.returncode if process.returncode >= 0 else 128 - process.returncode
-    return status or (EXIT_BUG if head in lost else 0)
+    if head in lost and not received:
+        return EXIT_BUG  # whatever the command made of being told to end
+    return process.returncode if process.returncode >= 0 else 128 - process.returncode

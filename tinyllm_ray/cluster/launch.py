@@ -21,6 +21,7 @@ from typing import Any
 from tinyllm_ray.clock import Deadline, parse_duration, parse_slurm_time
 from tinyllm_ray.cluster.descendants import adopt_orphans
 from tinyllm_ray.cluster.driver import GRACE_SECONDS, driver_environment, run
+from tinyllm_ray.cluster.hand_back import HandBack
 from tinyllm_ray.cluster.jobs import RECORD, ask_slurm, log_folder
 from tinyllm_ray.cluster.node import Node
 from tinyllm_ray.cluster.nodes import Share, job_field, parse_shares
@@ -43,6 +44,8 @@ from tinyllm_ray.errors import ConfigError, NoResultError
 PROGRAMS = ("tune", "train", "data")
 START_DEADLINE = "5m"
 STEP_END_SECONDS = 15.0
+HANDED_BACK = "handed_back"
+"""The file in the job's log folder that names nodes without further use."""
 _TICK_SECONDS = 0.2
 
 
@@ -143,7 +146,8 @@ def on_cluster(
         if missing:
             say(f"cluster: going on without {describe(steps, missing)}")
         environment = driver_environment(os.environ, steps.ready[head], seconds_left(number)) | staging.variables()
-        status = run([*staging.driver_python, *program(words)], environment, steps, head, received)
+        spare = HandBack(logs / HANDED_BACK, number, head)
+        status = run([*staging.driver_python, *program(words)], environment, steps, head, received, spare)
         staging.collect()
         return status
     finally:

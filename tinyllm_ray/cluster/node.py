@@ -27,6 +27,7 @@ from typing import Any
 
 from tinyllm_ray.cluster.addresses import PORTS_A_JOB, address_towards, free_ports, is_free, own_address
 from tinyllm_ray.cluster.descendants import adopt_orphans, descendants, end_descendants, reap
+from tinyllm_ray.cluster.limits import make_room
 from tinyllm_ray.cluster.numa_memory import bind_host_memory
 from tinyllm_ray.cluster.stage_place import NAME, stage_folder, staged_python, staged_variables
 from tinyllm_ray.errors import EXIT_BUG, EXIT_DONE, EXIT_SIGTERM, ConfigError, TinyllmRayError
@@ -79,6 +80,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     adopt_orphans()
     try:
+        make_room()
         with _Folder(node) as folder:
             token = folder.write_token(sys.stdin.buffer.readline())
             memory = bind_host_memory()  # Ray's processes inherit it

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import ray
 from ray import tune
 from ray.tune.search import Searcher
 
@@ -20,6 +21,7 @@ from tinyllm_ray.cluster.connect import Connection
 from tinyllm_ray.cluster.numa import Seat, trial_gpu
 from tinyllm_ray.cluster.prefetch import address_on_this_node
 from tinyllm_ray.cluster.room import Room
+from tinyllm_ray.cluster.surplus import Surplus
 from tinyllm_ray.measure.environment import collect_environment, source_identity
 from tinyllm_ray.records import Fate
 from tinyllm_ray.train.compile_cache import compile_cache_folder
@@ -28,6 +30,10 @@ from tinyllm_ray.train.outcome import RunningCandidate, build_record
 
 _FORCED_CLEANUP_SECONDS = "2"
 """How long Tune waits for an actor that does not stop; the default waits for ever."""
+
+
+_NEVER_SECONDS = "1000000000"
+"""Between two snapshots of Tune's own state, which nobody reads; a full disk would end the study at the next one."""
 
 
 class Driver(Protocol):
@@ -50,7 +56,7 @@ class Driver(Protocol):
 def run_trials(
     driver: Driver, connection: Connection, logs: Path, storage: Path, range_servers: str | None = None
 ) -> str | None:
-    """Run candidates until `driver` is finished, or until no node is left that could; then says so, else None.
+    """Run candidates until `driver` is finished, or until nothing is left that could; then says so, else None.
 
     Every trial asks Ray for the same: a GPU and its share of the node's cores, or a node's cores where no GPU is.
     `logs` gets a file a candidate, `storage` what Tune keeps for itself; `range_servers` names the
@@ -62,12 +68,14 @@ def run_trials(
         TUNE_FORCE_TRIAL_CLEANUP_S=_FORCED_CLEANUP_SECONDS,
         TUNE_DISABLE_SIGINT_HANDLER="1",
         RAY_AIR_NEW_OUTPUT="0",
+        TUNE_GLOBAL_CHECKPOINT_S=_NEVER_SECONDS,
     )
     room = Room(resources(connection))
     first = driver.ask()
     if first is None:
         return None  # a study that is resumed after its end
     searcher = _Searcher(driver, first, most_at_once=concurrency(connection), logs=logs, range_servers=range_servers)
+    searcher.surplus = Surplus(resources(connection), ray.util.get_node_ip_address())
     tuner = tune.Tuner(
         tune.with_resources(CandidateTrial, resources(connection)),
         tune_config=tune.TuneConfig(
@@ -86,7 +94,10 @@ def run_trials(
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
         ),
     )
-    tuner.fit()
+    try:
+        tuner.fit()
+    except OSError as error:  # Tune keeps files of its own on this node
+        room.reason = f"Ray Tune cannot go on: {error}"
     searcher.lose_the_rest()
     return room.reason
 
@@ -186,14 +197,19 @@ class _Searcher(Searcher):  # type: ignore[misc]
         self._most_at_once = most_at_once
         self._settings = {"logs": str(logs), "range_servers": range_servers}
         self._running: dict[str, str] = {}
+        self._recorded = 0
+        self.surplus: Surplus | None = None
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
         if len(self._running) >= self._most_at_once:
             return None
         request, self._first = self._first or self._driver.ask(), None
         if request is None:
+            self._hand_back()
             return Searcher.FINISHED if self._driver.finished else None
         self._running[trial_id] = request["candidate"]
+        if self.surplus is not None:
+            self.surplus.started(len(self._running), request.get("purpose", "search"))
         return {"request": dict(request), **self._settings}
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
@@ -203,9 +219,16 @@ class _Searcher(Searcher):  # type: ignore[misc]
         candidate = self._running.pop(trial_id)
         event = json.loads(result["event"]) if result and not error else {"event": None}
         if event["event"] == "record":
+            self._recorded += 1
             self._driver.hear(candidate, event)
         else:
             self._driver.lose(candidate)
+
+    def _hand_back(self) -> None:
+        """The study has nothing more to start now. While its first candidate runs, that says nothing of the rest."""
+        if self.surplus is not None and self._recorded and not self._driver.finished:
+            left = self.surplus.hand_back()
+            self._most_at_once = self._most_at_once if left is None else left
 
     def lose_the_rest(self) -> None:
         """Tune says nothing of the trials that it gave up with the experiment."""
