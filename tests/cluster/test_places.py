@@ -10,7 +10,7 @@ from fakes import FakeClock
 from test_searcher import Script
 
 from tinyllm_ray.cluster.places import ELSEWHERE, HOLD_SECONDS, Hold, Placing
-from tinyllm_ray.cluster.trials import _Searcher
+from tinyllm_ray.cluster.searcher import CandidateSearcher
 
 
 class Driver(Script):
@@ -25,10 +25,10 @@ class Driver(Script):
         self.heard.append((candidate, event["event"]))
 
 
-def searcher_over(driver: Driver, devices: int, alive: bool = True) -> _Searcher:
+def searcher_over(driver: Driver, devices: int, alive: bool = True) -> CandidateSearcher:
     first = driver.ask()
     assert first is not None
-    searcher = _Searcher(driver, first, devices, Path("logs"), None)
+    searcher = CandidateSearcher(driver, first, devices, Path("logs"), None)
     searcher._placing = Placing(devices, is_there=lambda place: alive and place == "node/there")
     return searcher
 

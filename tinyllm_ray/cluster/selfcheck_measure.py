@@ -45,7 +45,7 @@ _CLOSING_SECONDS = 10.0
 
 
 class ControlDriver:
-    """Asks for the control again and again; a `cluster.trials.Driver`."""
+    """Asks for the control again and again; a `cluster.searcher.Driver`."""
 
     def __init__(self, request: Mapping[str, Any], devices: int, processes: int, deadline: Deadline) -> None:
         """`devices` run at once, and `processes` are wanted on each."""

@@ -37,7 +37,7 @@ _PURPOSES: Mapping[str, Purpose] = {"control": "control", "verification": "verif
 
 
 class StudyDriver:
-    """Runs one study's decisions; a `cluster.trials.Driver`.
+    """Runs one study's decisions; a `cluster.searcher.Driver`.
 
     `publish` is given every record once, before anything else hears of it; `changed` hears of every candidate that
     has started or ended; `earlier` are the records of the study that this one goes on with. Its methods may be called
