@@ -27,6 +27,7 @@ from typing import Any
 
 from tinyllm_ray.cluster.addresses import PORTS_A_JOB, address_towards, free_ports, is_free, own_address
 from tinyllm_ray.cluster.descendants import adopt_orphans, descendants, end_descendants, reap
+from tinyllm_ray.cluster.headless import end_headless
 from tinyllm_ray.cluster.limits import make_room
 from tinyllm_ray.cluster.numa_memory import bind_host_memory
 from tinyllm_ray.cluster.stage_place import NAME, stage_folder, staged_python, staged_variables
@@ -39,7 +40,11 @@ HELD_BACK_SECONDS = 25.0
 _PATIENCE_SECONDS = 3.0
 _LIMIT_SECONDS = 10.0
 _TICK_SECONDS = 0.2
+_LOOK_SECONDS = 3.0
 _MOST_STARTS = 3
+_TOO_SLOW = "timed out during startup"
+"""Ray 2.60 gives its processes 30 s to be there, which a cold shared file system may take for their imports; a second
+start finds them in the page cache. The launcher has the deadline."""
 _SETTLED_SECONDS = 60.0
 _STAGED_SECONDS = 1800.0
 """A folder with staged files waits for its step, which on all nodes but the first comes after the head is ready."""
@@ -85,7 +90,7 @@ def main(arguments: list[str]) -> int:
             token = folder.write_token(sys.stdin.buffer.readline())
             memory = bind_host_memory()  # Ray's processes inherit it
             _say(event="ready", node=node.name, memory=memory, **_start(node, folder, token))
-            return _stay(told)
+            return _stay(node, told)
     except TinyllmRayError as error:
         _say(event="failed", node=node.name, reason=str(error))
         return error.exit_status
@@ -115,7 +120,7 @@ def _start(node: Node, own: "_Folder", token: Path) -> dict[str, Any]:
             }
         print(done.stdout, file=sys.stderr, flush=True)
         end_descendants(_PATIENCE_SECONDS, _LIMIT_SECONDS)
-        if all(map(is_free, ports)):
+        if all(map(is_free, ports)) and _TOO_SLOW not in done.stdout:
             break  # no other program was in its way
     where = f"at {address}" + (f", ports {ports[0]} to {ports[-1]}" if ports else f", for the head at {node.head}")
     lines = [line for line in done.stdout.splitlines() if line.strip()] or ["without a word"]
@@ -187,17 +192,24 @@ def share_of_host(cpus: int) -> int:
     return mib * min(cpus, os.cpu_count() or 1) // (os.cpu_count() or 1)
 
 
-def _stay(told: list[float]) -> int:
+def _stay(node: Node, told: list[float]) -> int:
     """Until the launcher lets go, a SIGTERM has waited long enough, or Ray's process for the node has ended."""
     core = {process for process, name in descendants().items() if name in ("raylet", "gcs_server")}
     while True:
-        if select.select([0], [], [], _TICK_SECONDS)[0] and not os.read(0, 4096):
+        if _is_let_go(_TICK_SECONDS):
             return EXIT_DONE
         if told and time.monotonic() - told[0] > HELD_BACK_SECONDS:
             return EXIT_SIGTERM
         if core & set(reap()):
             print("tinyllm_ray: Ray's process for this node has ended", file=sys.stderr, flush=True)
+            if node.head is not None:
+                end_headless(node.job, node.head, lambda: bool(told) or _is_let_go(_LOOK_SECONDS))
             return EXIT_BUG
+
+
+def _is_let_go(seconds: float) -> bool:
+    """Whether the launcher lets go, or is gone, within that time."""
+    return bool(select.select([0], [], [], seconds)[0]) and not os.read(0, 4096)
 
 
 class _Folder:
