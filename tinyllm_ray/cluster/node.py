@@ -42,6 +42,9 @@ _LIMIT_SECONDS = 10.0
 _TICK_SECONDS = 0.2
 _LOOK_SECONDS = 3.0
 _MOST_STARTS = 3
+_TOO_SLOW = "timed out during startup"
+"""Ray 2.60 gives its processes 30 s to be there, which a cold shared file system may take for their imports; a second
+start finds them in the page cache. The launcher has the deadline."""
 _SETTLED_SECONDS = 60.0
 _STAGED_SECONDS = 1800.0
 """A folder with staged files waits for its step, which on all nodes but the first comes after the head is ready."""
@@ -117,7 +120,7 @@ def _start(node: Node, own: "_Folder", token: Path) -> dict[str, Any]:
             }
         print(done.stdout, file=sys.stderr, flush=True)
         end_descendants(_PATIENCE_SECONDS, _LIMIT_SECONDS)
-        if all(map(is_free, ports)):
+        if all(map(is_free, ports)) and _TOO_SLOW not in done.stdout:
             break  # no other program was in its way
     where = f"at {address}" + (f", ports {ports[0]} to {ports[-1]}" if ports else f", for the head at {node.head}")
     lines = [line for line in done.stdout.splitlines() if line.strip()] or ["without a word"]
