@@ -125,7 +125,7 @@ def test_a_study_runs_on_two_nodes_by_submit(slurm: LocalSlurm) -> None:
 
 
 def test_the_warning_has_a_study_save_what_it_has_and_end(slurm: LocalSlurm) -> None:
-    space = ("--space", "space.yaml", "--windows", 9, "--updates-per-window", 50)
+    space = ("--space", "space.yaml", "--windows", 9, "--updates-per-window", 10)
     study = ("tune", "--budget", "5m", "--config", "recipe.yaml", *space, "--out", "warned")
     job = slurm.submit("--nodes", 2, "--cpus-per-node", 2, "--time", 10, "--", *study)
     slurm.wait_for_line(job, "t1: complete")
