@@ -125,7 +125,7 @@ def test_a_study_runs_on_two_nodes_by_submit(slurm: LocalSlurm) -> None:
 
 
 def test_the_warning_has_a_study_save_what_it_has_and_end(slurm: LocalSlurm) -> None:
-    space = ("--space", "space.yaml", "--windows", 9, "--updates-per-window", 50)
+    space = ("--space", "space.yaml", "--windows", 9, "--updates-per-window", 10)
     study = ("tune", "--budget", "5m", "--config", "recipe.yaml", *space, "--out", "warned")
     job = slurm.submit("--nodes", 2, "--cpus-per-node", 2, "--time", 10, "--", *study)
     slurm.wait_for_line(job, "t1: complete")
@@ -173,6 +173,7 @@ def test_a_plain_sbatch_of_the_shipped_script_passes_the_commands_status_on(slur
         assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
 
 
+@pytest.mark.slow
 def test_scancel_leaves_no_process(slurm: LocalSlurm) -> None:
     job = slurm.submit("--nodes", 2, "--cpus-per-node", 2, "--time", 5, "--", "stubborn.py")
     slurm.wait_for_line(job, "the command runs")
@@ -200,7 +201,8 @@ def test_the_time_limit_leaves_no_process(slurm: LocalSlurm) -> None:
     slurm.wait(lambda: not any(slurm.processes(node) for node in NODES))
 
 
-@pytest.mark.parametrize("least", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("least", [1, 2])
 def test_a_missing_node_is_named(failing_slurm: LocalSlurm, least: int) -> None:
     slurm = failing_slurm
     size = ("--nodes", 2, "--cpus-per-node", 2, "--time", 5, "--min-nodes", least)

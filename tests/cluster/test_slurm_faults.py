@@ -58,12 +58,13 @@ def test_a_study_goes_on_through_a_killed_raylet_a_lost_node_and_a_lost_folder(s
     slurm.wait(lambda: slurm.is_empty("n1", "n3"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("process", "status"),
     [
         (r"\S*/gcs_server ", "1:0"),
-        pytest.param(r"\S+ -m tinyllm_ray\.tune\.study_process", "1:0", marks=pytest.mark.slow),
-        pytest.param(r"\S+ -m tinyllm_ray\.tune --budget", "137:0", marks=pytest.mark.slow),
+        (r"\S+ -m tinyllm_ray\.tune\.study_process", "1:0"),
+        (r"\S+ -m tinyllm_ray\.tune --budget", "137:0"),
     ],
     ids=["head", "study", "supervisor"],
 )
