@@ -143,6 +143,14 @@ def test_files_go_to_the_studys_folder(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "callbacks" / "c01" / "params.json").read_text()) == EXECUTION
 
 
+def test_while_the_studys_folder_is_away_none_is_made_in_its_place(tmp_path: Path) -> None:
+    study = Study(tmp_path / "study" / "callbacks", TBXLoggerCallback)
+    study.run(*EVENTS)
+    (line,) = study.said
+    assert "TBXLoggerCallback: FileNotFoundError" in line
+    assert list(tmp_path.iterdir()) == []
+
+
 class Broken(LoggerCallback):
     """Raises as soon as there is something to log."""
 

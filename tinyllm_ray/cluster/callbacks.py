@@ -96,8 +96,13 @@ class ShownTrial:
 
     @property
     def local_path(self) -> str:
-        """The folder for this trial's files, which is there once it is asked for."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        """The folder for this trial's files, which is there once it is asked for.
+
+        Raises FileNotFoundError while the study's own folder is away, as a shared one may be: another must not stand
+        in its place when it comes back.
+        """
+        self._folder.parent.mkdir(exist_ok=True)
+        self._folder.mkdir(exist_ok=True)
         return str(self._folder)
 
     def init_local_path(self) -> None:
