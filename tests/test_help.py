@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import pytest
 
 import tinyllm_ray
+from tinyllm_ray.cluster.launch import program as job_program
 
 EXAMPLE = re.compile(r"^  (python -m tinyllm_ray\.\w+(?:[^\\\n]|\\\n)*)", re.MULTILINE)
 
@@ -80,9 +81,10 @@ def test_help_shows_examples_that_parse(
         with pytest.raises(Parsed):
             main_of(program).main(arguments)
         if "--" in arguments:  # a command that a job runs
-            command, *rest = arguments[arguments.index("--") + 1 :]
+            job = job_program(arguments[arguments.index("--") + 1 :])
+            assert job[0] == "-m"
             with pytest.raises(Parsed):
-                main_of(f"tinyllm_ray.{command}").main(rest)
+                main_of(job[1]).main(job[2:])
 
 
 def test_the_examples_of_one_command_are_those_of_its_name() -> None:

@@ -91,7 +91,7 @@ def connect(address: str | None) -> Iterator[Any]:
     )
 
 
-def run_trials(driver: Any, connection: Any, logs: Path, storage: Path, range_servers: str | None = None) -> None:
+def run_trials(driver: Any, connection: Any, logs: Path, *_: Any) -> None:
     note(kind="begun", left=driver.seconds_left)
     chance = random.Random(os.getpid())
     while (request := driver.ask()) is not None:

@@ -42,8 +42,8 @@ class MirroredJournal:
 
         `session` is a name used once, `began` its begin on time.monotonic.
         """
-        self._turn = _local_folder(folder, study)
-        self.path = self._turn / f"{session}.jsonl"
+        self._disk = _local_folder(folder, study)
+        self.path = self._disk / f"{session}.jsonl"
         self.target = out / JOURNAL_NAME
         self._began = began
         self._live = _hold(self.path)
@@ -85,7 +85,7 @@ class MirroredJournal:
 
     def _move_to_memory(self, records: list[dict[str, Any]]) -> None:
         """Go on there with all that stands on the disk, and free that. Raises OSError where that cannot be."""
-        disk, path = self.path, _local_folder(_own_folder(MEMORY), self._turn.name) / self.path.name
+        disk, path = self.path, _local_folder(_own_folder(MEMORY), self._disk.name) / self.path.name
         if path == disk:
             raise OSError("memory is full as well")
         drop_helper(self._helper)
@@ -97,7 +97,7 @@ class MirroredJournal:
         self._start_helper()
 
     def _start_helper(self) -> None:
-        arguments = (str(self.path), str(self.target), repr(self._began), str(self._turn))
+        arguments = (str(self.path), str(self.target), repr(self._began), str(self._disk))
         self._helper = start_helper(mirror, *arguments, stderr=subprocess.PIPE)
 
     def _was_killed(self) -> bool:
@@ -131,8 +131,9 @@ def all_records(study: str, out: Path) -> list[dict[str, Any]]:
     The supervisor's helper adds these to OUT. An earlier session's helper may be doing that right now: what has left
     the local files between the two looks is in OUT by the second.
     """
+    folders = _folders(_local_folder(private_folder(), study))
     # One that is removed between the two holds none.
-    local = [entry for path in _journals(_folders(study)) for entry in journal.read_lines(path)]
+    local = [entry for path in _journals(folders) for entry in journal.read_lines(path)]
     present = journal.read_lines(out / JOURNAL_NAME)
     return present + [entry for entry in local if entry not in present]
 
@@ -182,13 +183,12 @@ def _hold(path: Path) -> BinaryIO:
         time.sleep(0.01)
 
 
-def _folders(study: str) -> list[Path]:
-    """Where sessions of a study may have left journals on this machine."""
+def _folders(disk: Path) -> list[Path]:
+    """Where sessions of the study whose local folder is `disk` may have left journals on this machine."""
     memory = MEMORY / _name()
     with contextlib.suppress(OSError):
-        if memory.lstat().st_uid == os.getuid():
-            return [_local_folder(private_folder(), study), _local_folder(memory, study)]
-    return [_local_folder(private_folder(), study)]
+        return [disk, memory / disk.name] if memory.lstat().st_uid == os.getuid() else [disk]
+    return [disk]
 
 
 def _journals(folders: Sequence[Path]) -> list[Path]:
@@ -202,14 +202,15 @@ def _journals(folders: Sequence[Path]) -> list[Path]:
     return sorted(changed, key=lambda path: changed[path])
 
 
-def mirror(journal_file: str, target_file: str, began: str, turn_folder: str) -> None:
+def mirror(journal_file: str, target_file: str, began: str, disk_folder: str) -> None:
     """The helper: bring every line of the journal to OUT's file, until stdin ends and all are there.
 
     What earlier sessions left beside the journal is brought first. One helper at a time: that of a session whose
     supervisor was killed may be copying its last lines. A word on stdin says that the session closes by itself.
     """
     own, target, supervisor = Path(journal_file), Path(target_file), _Stdin()
-    _take_turn(Path(turn_folder), supervisor)
+    folders = _folders(Path(disk_folder))
+    _take_turn(folders[0], supervisor)
     position, left_behind, noted = 0, True, -math.inf
     while True:
         supervisor.look(_LOOK_SECONDS)
@@ -218,7 +219,7 @@ def mirror(journal_file: str, target_file: str, began: str, turn_folder: str) ->
             # One that came so late that another helper has brought its journal leaves all others' alone.
             if own.exists():
                 if left_behind:
-                    _bring_what_is_left(own, target)
+                    _bring_what_is_left(own, target, folders)
                     left_behind = False
                 position = _copy_lines(own, target, position)
             if ended or time.monotonic() - noted >= SIGN_OF_LIFE_SECONDS:
@@ -232,7 +233,7 @@ def mirror(journal_file: str, target_file: str, began: str, turn_folder: str) ->
             if position and not target.exists():
                 sys.exit("the folder was removed")
             own.unlink(missing_ok=True)
-            for folder in {own.parent, *_folders(own.parent.name)}:
+            for folder in {own.parent, *folders}:
                 with contextlib.suppress(OSError):  # another session's journal is there
                     folder.rmdir()
             return
@@ -267,10 +268,10 @@ def _take_turn(folder: Path, supervisor: _Stdin) -> None:
             time.sleep(_TURN_SECONDS)
 
 
-def _bring_what_is_left(own: Path, target: Path) -> None:
+def _bring_what_is_left(own: Path, target: Path, folders: Sequence[Path]) -> None:
     """Bring the records of earlier sessions, oldest first, and remove what they left."""
     journal.remove_torn(target.parent / SESSIONS)
-    for path in _journals(_folders(own.parent.name)):
+    for path in _journals(folders):
         if path == own:
             continue
         with path.open("rb") as file:
