@@ -23,6 +23,7 @@ from tinyllm_ray.clock import Deadline
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.tune import mirror, supervisor
 from tinyllm_ray.tune.channel import Channel
+from tinyllm_ray.tune.child import start_child
 from tinyllm_ray.tune.mirror import MirroredJournal, all_records, private_folder
 from tinyllm_ray.tune.processes import STUDY_VARIABLE, end_processes
 from tinyllm_ray.tune.supervisor import Outcome, process_age_seconds, supervise
@@ -591,6 +592,29 @@ def test_the_second_signal_kills_at_once(supervising: Callable[..., Supervising]
     assert one.end()[0] == 130
     assert time.monotonic() - begin < 10  # the grace, which it does not wait for, is 20 s
     assert running(tag) == []
+
+
+def test_a_signal_while_the_child_starts_waits_for_its_handlers(tmp_path: Path) -> None:
+    """Ctrl-C just after the command has begun: Python's own handler would end the child with a traceback."""
+    code = f"""
+import os, signal, sys, time
+sys.path.insert(0, {ROOT!r})
+from tinyllm_ray.tune.channel import attach
+open({str(tmp_path / "starting")!r}, "w").close()
+while not os.path.exists({str(tmp_path / "sent")!r}):
+    time.sleep(0.01)
+signal.signal(signal.SIGINT, lambda number, frame: sys.exit(7))
+attach()
+sys.exit(8)
+"""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    child, lines = start_child([sys.executable, "-c", code], {}, 60.0, "starting")
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+    assert wait_until((tmp_path / "starting").exists)
+    child.send_signal(signal.SIGINT)
+    (tmp_path / "sent").touch()
+    assert child.wait() == 7
+    lines.close()
 
 
 def test_a_child_deaf_to_the_signal_is_killed(supervising: Callable[..., Supervising], tag: str) -> None:

@@ -18,6 +18,7 @@ import contextlib
 import json
 import os
 import select
+import signal
 import sys
 import threading
 import time
@@ -30,6 +31,9 @@ CHANNEL_VARIABLE = "TINYLLM_RAY_CHANNEL"
 """Environment variable of the child: descriptors of the request, of the messages' pipe and of the answers'."""
 
 _NUMBER_BYTES = 8
+
+HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Held back from the child until it attaches: it has no handlers before that, and would leave a traceback."""
 
 
 class Channel:
@@ -80,10 +84,11 @@ class Channel:
 
 
 def attach() -> Channel:
-    """In the child: what the supervisor asked, and the way to answer."""
+    """In the child, once it has its signal handlers: what the supervisor asked, and the way to answer."""
     request, messages, answers = map(int, os.environ.pop(CHANNEL_VARIABLE).split(","))
     for descriptor in (messages, answers):
         os.set_inheritable(descriptor, False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
     with open(request, "rb") as file:
         return Channel(json.load(file), messages, answers)
 

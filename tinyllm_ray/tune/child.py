@@ -5,12 +5,13 @@ Standard library only: the supervisor imports this module.
 
 import json
 import os
+import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tinyllm_ray.tune.channel import CHANNEL_VARIABLE, Lines
+from tinyllm_ray.tune.channel import CHANNEL_VARIABLE, HELD_SIGNALS, Lines
 from tinyllm_ray.tune.processes import STUDY_VARIABLE
 
 
@@ -23,6 +24,7 @@ def start_child(
     """
     reading, writing = os.pipe()
     answers, answering = os.pipe()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)  # which the child inherits
     try:
         with tempfile.TemporaryFile() as file:
             file.write(json.dumps({**request, "budget_seconds": budget_seconds}).encode())
@@ -37,6 +39,7 @@ def start_child(
                 start_new_session=True,  # the terminal's Ctrl-C reaches the supervisor only
             )
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(writing)
         os.close(answers)
     return child, Lines(reading, answering)
