@@ -26,6 +26,7 @@ STANDARD_LIBRARY_ONLY = (
     "tune.supervisor",
     "tune.channel",
     "tune.mirror",
+    "tune.preset_names",
     "tune.processes",
 )
 """What the supervisor runs on: its clock starts before anything slow is imported."""

@@ -31,6 +31,8 @@ examples:
       two CPU cores train the smallest preset in minutes
   python -m tinyllm_ray.train --config OUT/selected.yaml --out runs/tuned
       the recipe under the execution that the tuner selected
+  python -m tinyllm_ray.train --config 50m --decisions studies/all/decisions.yaml --out runs/50m
+      a preset under the execution that was found for its shape on this kind of device
   python -m tinyllm_ray.train --config 20m --set training.max_updates=100 --out runs/short
       a preset with settings changed
   python -m tinyllm_ray.train --config 20m --set output.checkpoint=interval --set output.checkpoint_interval=500 \\
@@ -96,6 +98,12 @@ def build_parser() -> Parser:
         "checkpoint's folder named here. The recipe has to be the same; execution, device and output may differ",
     )
     parser.add_argument(
+        "--decisions",
+        metavar="FILE",
+        help="train under the execution that this decision file of the tuner has for the recipe's shape, this device "
+        "and these versions; says so where it has none, and keeps the configuration's own",
+    )
+    parser.add_argument(
         "--stop-at", type=int, metavar="UPDATE", help="end after this update as a signal would, with exit status 0"
     )
     return parser
@@ -121,6 +129,8 @@ def _run(options: argparse.Namespace, interruption: Interruption, stages: Stages
         from tinyllm_ray.train.trainer import choose_device
 
         os.environ.update(cache_variables(folder.result()))  # read at the first compilation
+        if options.decisions is not None:
+            config = _decided(config, options)
         stages.end("imports")
         cache = open_cache(config.data.cache or default_cache())
         check_fits(config, cache)
@@ -203,6 +213,13 @@ def _configuration(options: argparse.Namespace) -> "Config":
     # As given it would mean another folder where the run is gone on with from elsewhere.
     absolute = {"cache": str(Path(config.data.cache).absolute())}
     return config.model_copy(update={"data": config.data.model_copy(update=absolute)})
+
+
+def _decided(config: "Config", options: argparse.Namespace) -> "Config":
+    """Under the execution that the decision file has for it on this device."""
+    from tinyllm_ray.tune.decided import follow_decision
+
+    return follow_decision(config, options.decisions, options.set, lambda line: say(line, sys.stderr))
 
 
 def _checkpoint(options: argparse.Namespace, config: "Config", cache: "TokenCache") -> "Checkpoint | None":

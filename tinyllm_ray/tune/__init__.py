@@ -1,4 +1,4 @@
-"""The tuner's public API: `Tuner`, `TuneResult`, `load_space`.
+"""The tuner's public API: `Tuner`, `tune_presets`, `TuneResult`, `load_space`.
 
 Names are loaded when they are asked for: the command line's supervisor imports this package and must start at once.
 """
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tinyllm_ray.search.space import Space, load_space
-    from tinyllm_ray.tune.tuner import Tuner, TuneResult
+    from tinyllm_ray.tune.tuner import Tuner, TuneResult, tune_presets
 
-__all__ = ["Space", "TuneResult", "Tuner", "load_space"]
+__all__ = ["Space", "TuneResult", "Tuner", "load_space", "tune_presets"]
 
 
 def __getattr__(name: str) -> Any:
@@ -17,7 +17,7 @@ def __getattr__(name: str) -> Any:
         from tinyllm_ray.search import space
 
         return getattr(space, name)
-    if name in {"Tuner", "TuneResult"}:
+    if name in {"Tuner", "TuneResult", "tune_presets"}:
         from tinyllm_ray.tune import tuner
 
         return getattr(tuner, name)

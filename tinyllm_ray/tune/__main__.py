@@ -16,6 +16,7 @@ from tinyllm_ray.command import Parser, exit_status
 from tinyllm_ray.tune.budget import seconds_left
 from tinyllm_ray.tune.channel import STUDY_COMMAND
 from tinyllm_ray.tune.page.maker import bring_up_to_date
+from tinyllm_ray.tune.preset_names import preset_list, study_folders
 from tinyllm_ray.tune.supervisor import process_age_seconds, supervise
 
 _EPILOG = """commands beside studying, each with its own --help:
@@ -28,6 +29,8 @@ examples:
   python -m tinyllm_ray.tune --budget 10m --config mine.yaml --set training.tokens_per_update=65536
   python -m tinyllm_ray.tune --budget 45m --out studies/50m --resume
       go on with a study that was ended, within what is left of its budget
+  python -m tinyllm_ray.tune --budget 2h --presets 20m,50m,90m --out studies/all
+      a study each within one budget; studies/all/decisions.yaml says what to train each shape with
 
 OUT holds report.html (the study for people), selected.yaml (the configuration to train with), summary.json,
 trials.jsonl (a record a line) and candidates/ (a configuration and a log each).
@@ -67,7 +70,8 @@ def _supervise(options: argparse.Namespace) -> int:
     deadline = Deadline.after(seconds_within_allocation(left, os.environ))
     outcome = supervise(STUDY_COMMAND, request=request, deadline=deadline)
     if outcome.mirrored:  # the folder is this study's, and its file system answers
-        bring_up_to_date(out, deadline)
+        for folder in study_folders(out, preset_list(options.presets)):
+            bring_up_to_date(folder, deadline)
     return outcome.exit_status
 
 
@@ -88,6 +92,11 @@ def build_parser() -> Parser:
         "packed8-20m-awc, 50m, 90m, 250m, 500m (default: what fits the machine)",
     )
     recipe.add_argument("--config", metavar="FILE", help="recipe from a YAML file")
+    recipe.add_argument(
+        "--presets",
+        metavar="NAME,NAME",
+        help="several recipes, which share the budget and learn from each other; a folder each in --out",
+    )
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting; may be given several times"
     )
@@ -109,6 +118,9 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--out", type=Path, help="folder of the study (default: studies/ and the time)")
     parser.add_argument("--resume", action="store_true", help="go on with the study in --out")
+    parser.add_argument(
+        "--decisions", metavar="FILE", help="add the answer to this decision file, for `train --decisions FILE`"
+    )
     parser.add_argument("--address", help="Ray cluster to join (default: $RAY_ADDRESS, else a local one is started)")
     protocol = parser.add_argument_group("measurement (default: what the space says)")
     protocol.add_argument("--data-mode", choices=("real", "synthetic"), help="tokens through the loader, or one batch")
@@ -136,6 +148,8 @@ def _request(options: argparse.Namespace, budget: float, age: float) -> dict[str
         "runs": options.runs,
         "out": str(options.out or Path("studies") / time.strftime("%Y%m%d-%H%M%S")),
         "resume": options.resume,
+        "presets": preset_list(options.presets),
+        "decisions": [options.decisions] if options.decisions else [],
         "address": options.address or os.environ.get("RAY_ADDRESS") or None,
     }
 

@@ -17,7 +17,7 @@ from tinyllm_ray.tune.channel import Channel, attach
 from tinyllm_ray.tune.supervisor import process_age_seconds
 
 if TYPE_CHECKING:
-    from tinyllm_ray.tune.session import Session
+    from tinyllm_ray.tune.session import Closing
 
 _LOOK_SECONDS = 0.05
 _DEADLINE_SLACK_SECONDS = 0.5
@@ -29,7 +29,7 @@ class Work:
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self.session: Session | None = None
+        self.session: Closing | None = None
         """There as soon as there is something to report."""
         self.verdict: tuple[int, str | None] | None = None
         """Exit status and message, once it is over."""
@@ -38,9 +38,10 @@ class Work:
     def _run(self) -> None:
         status, message = EXIT_BUG, None
         try:
+            from tinyllm_ray.tune.several import run_presets
             from tinyllm_ray.tune.study_run import run
 
-            status = run(self)
+            status = (run_presets if self.channel.request.get("presets") else run)(self)
         except TinyllmRayError as error:
             status, message = error.exit_status, str(error)
         except Exception as error:  # our own fault: the traceback is for us, the verdict for the supervisor

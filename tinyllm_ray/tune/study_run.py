@@ -18,13 +18,16 @@ from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache, open_cache
 from tinyllm_ray.measure.environment import usable_cores
 from tinyllm_ray.protocol import Protocol
+from tinyllm_ray.search.earlier import EarlierStudy
 from tinyllm_ray.search.fitting import FittedSpace, fit_space
 from tinyllm_ray.search.objective import Objective
 from tinyllm_ray.search.paired import RESERVED_SHARE, PairedVerifier
+from tinyllm_ray.search.priors import Priors
 from tinyllm_ray.search.study import Study
 from tinyllm_ray.train.compile_cache import compile_cache_folder
 from tinyllm_ray.train.recipe import check_fits
 from tinyllm_ray.train.show import PipeConsole
+from tinyllm_ray.tune.decided import record_decision
 from tinyllm_ray.tune.driver import StudyDriver
 from tinyllm_ray.tune.folder import CANDIDATES, Definition, Earlier, begin_study, open_folder
 from tinyllm_ray.tune.live import say
@@ -32,16 +35,16 @@ from tinyllm_ray.tune.mirror import private_folder
 from tinyllm_ray.tune.page.maker import PageMaker
 from tinyllm_ray.tune.report import Report
 from tinyllm_ray.tune.request import Asked, StudyRequest, check_request
-from tinyllm_ray.tune.session import Session
+from tinyllm_ray.tune.session import Holder, Session
 from tinyllm_ray.tune.supervisor import process_age_seconds
 
 if TYPE_CHECKING:
     from tinyllm_ray.cluster.connect import Connection
     from tinyllm_ray.tune.study_process import Work
 
-_CLOSING_SECONDS = 6.0
+CLOSING_SECONDS = 6.0
 """Kept free at the end for stopping Ray (1.3-4 s on two busy cores) and the last report."""
-_CLOSING_SHARE = 0.1
+CLOSING_SHARE = 0.1
 """Of the budget, where that is less."""
 
 
@@ -63,19 +66,24 @@ def run(work: "Work") -> int:
             # A GPU runs whatever any machine runs.
             fit_space(asked.space, asked.config, "cuda", usable_cores())
     compile_cache_folder()
-    return _run_on_ray(request, asked, earlier, out, work, deadline)
+    return study_on_ray(request, asked, earlier, out, work, deadline)
 
 
-def _run_on_ray(
-    request: StudyRequest, asked: Asked, earlier: Earlier | None, out: Path, work: "Work", deadline: Deadline
+def study_on_ray(
+    request: StudyRequest,
+    asked: Asked,
+    earlier: Earlier | None,
+    out: Path,
+    work: Holder,
+    deadline: Deadline,
+    ray: "tuple[Connection, bool] | None" = None,
+    learned: tuple[EarlierStudy, ...] = (),
 ) -> int:
-    from tinyllm_ray.cluster.connect import connect
+    """The study on `ray` (what `started_ray` gives), or on one of its own; `learned` is what it begins with."""
     from tinyllm_ray.cluster.trials import resources
 
     console = PipeConsole(stderr=True)
-    say(console, f"budget {request.budget}; starting Ray")
-    with connect(request.address) as connection, _claim_machine(console, connection) as alone:
-        say(console, _describe(connection))
+    with nullcontext(ray) if ray else started_ray(request, console) as (connection, alone):
         config, space, notes = asked.for_machine(connection.device_kind)
         fitted = fit_space(space, config, connection.device_kind, int(resources(connection)["CPU"]))
         for note in [*notes, *fitted.notes]:
@@ -84,7 +92,7 @@ def _run_on_ray(
         definition = begin_study(out, earlier, config, fitted, request)
         work.channel.send("out", study=definition.study, path=str(out))
         spent = earlier.spent_seconds if earlier else 0.0
-        closing = min(_CLOSING_SECONDS, _CLOSING_SHARE * request.total_seconds)
+        closing = min(CLOSING_SECONDS, CLOSING_SHARE * request.total_seconds)
         objective = request.objective_of(config)
         driver = StudyDriver(
             study=Study(
@@ -92,6 +100,7 @@ def _run_on_ray(
                 records=earlier.records if earlier else (),
                 objective=objective,
                 verifier=_verifier(fitted.protocol, request.total_seconds, objective, connection, console),
+                priors=Priors(fitted.device_kind, earlier=learned),
             ),
             study_id=definition.study,
             config=config,
@@ -109,11 +118,25 @@ def _run_on_ray(
             facts={**_facts(definition, fitted, connection, cache), "alone_on_machine": alone},
             page=PageMaker(out, functools.partial(say, console)),
         )
-        work.session = Session(driver, report, work.channel, console)
+        decide = functools.partial(
+            record_decision, driver.study, definition.study, config, request.decisions, functools.partial(say, console)
+        )
+        session = work.session = Session(driver, report, work.channel, console, decide)
         lost = _measure(driver, report, connection, cache)
-        status = work.session.close(driver.end or lost)
-    work.session.settle()
+        status = session.close(driver.end or lost)
+    session.settle()
     return status
+
+
+@contextmanager
+def started_ray(request: StudyRequest, console: Console) -> "Iterator[tuple[Connection, bool]]":
+    """Ray as the request has it, and whether no other study measures on this machine."""
+    from tinyllm_ray.cluster.connect import connect
+
+    say(console, f"budget {request.budget}; starting Ray")
+    with connect(request.address) as connection, _claim_machine(console, connection) as alone:
+        say(console, _describe(connection))
+        yield connection, alone
 
 
 def _verifier(

@@ -86,7 +86,8 @@ class _Study:
 
     folder: Path
     """Private and node-local."""
-    journal: MirroredJournal | None = None
+    journals: list[MirroredJournal] = field(default_factory=list)
+    """Of the studies that share the budget, one after the other; records go to the last."""
     standing: int = EXIT_NO_RESULT
     verdict: int | None = None
     message: str | None = None
@@ -137,8 +138,9 @@ def supervise(
         while (messages := lines.read(0)) is not None and deadline.remaining() > -LATE_SECONDS:
             _receive(study, messages)
         lines.close()
-        mirrored = study.journal is not None and _finish(study.journal, study.signals, deadline)
-    records = (study.journal.target if mirrored else study.journal.path) if study.journal else None
+        behind = [journal for journal in study.journals if not _finish(journal, study.signals, deadline)]
+    lagging, last = next(iter(behind), None), next(reversed(study.journals), None)
+    records = lagging.path if lagging else last.target if last else None
     return Outcome(
         exit_status=_exit_status(study, child.poll(), records),
         cut=study.cut,
@@ -146,7 +148,7 @@ def supervise(
         elapsed_seconds=time.monotonic() - started,
         survivors=tuple(survivors),
         journal=records,
-        mirrored=mirrored,
+        mirrored=bool(study.journals) and not behind,
     )
 
 
@@ -177,12 +179,13 @@ def _watch(
 
 
 def _receive(study: _Study, messages: list[dict[str, Any]]) -> None:
-    records = []
+    records: list[dict[str, Any]] = []
     for message in messages:
         match message:
             case {"type": "out", "study": str(identifier), "path": str(path)}:
-                assert study.journal is None, "the study named its OUT twice"
-                study.journal = MirroredJournal(study.folder, identifier, Path(path).absolute())
+                _keep(study, records)
+                records = []
+                study.journals.append(MirroredJournal(study.folder, identifier, Path(path).absolute()))
             case {"type": "record", "record": dict(record)}:
                 records.append(record)
             case {"type": "standing", "exit_status": int(status)}:
@@ -196,9 +199,13 @@ def _receive(study: _Study, messages: list[dict[str, Any]]) -> None:
                 pass  # the first verdict counts, whatever becomes of the clean-up after it
             case _:
                 raise AssertionError(f"the study sent an unknown message: {message}")
+    _keep(study, records)
+
+
+def _keep(study: _Study, records: list[dict[str, Any]]) -> None:
     if records:
-        assert study.journal is not None, "the study sent a record before it named its OUT"
-        study.journal.append(records)
+        assert study.journals, "the study sent a record before it named its OUT"
+        study.journals[-1].append(records)
 
 
 def _finish(records: MirroredJournal, signals: list[int], deadline: Deadline) -> bool:
