@@ -4,13 +4,14 @@ All sizes' figures are functions of the execution that are alike, so what one st
 next, the less the further their sizes are apart: the covariance of two studies' figures is that of one study's times a
 number for the pair (the intrinsic model of Bonilla, Chai & Williams, Multi-task Gaussian Process Prediction, 2007; for
 choosing what to measure, Swersky, Snoek & Adams, Multi-Task Bayesian Optimization, 2013). What was measured well counts
-for much and what was not for nothing, interactions included, and a study's own records soon outweigh it.
+for much and what was not for nothing, interactions included. A study's own records soon outweigh it, and where they
+contradict, the number that they make most likely is a smaller one (ML-II, Rasmussen & Williams 2006, 5.4.1).
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +20,12 @@ from tinyllm_ray.records import Fate, TrialRecord
 from tinyllm_ray.search.first_updates import FirstUpdate, first_updates
 from tinyllm_ray.search.rates import rate
 
-ANOTHER_RECIPE = 0.95
-"""Correlation of what a setting does to two recipes of one size, which may differ in context or tokens an update."""
+ANOTHER_RECIPE: Final[Mapping[float, float]] = {0.9: 0.7, 0.6: 0.2, 0.3: 0.1}
+"""Correlation of what a setting does to two recipes of one size (they may differ in context or tokens an update), and
+how likely it is before a study's own records speak."""
 
 APART = 6.5
-"""Of the logarithms of two sizes' parameters, where the correlation falls to 1/e of that: 0.85 for twice as many."""
+"""Of the logarithms of two sizes' parameters, where the correlation falls to 1/e of that: 0.90 for twice as many."""
 
 
 class Origin(NamedTuple):
@@ -38,11 +40,11 @@ class Origin(NamedTuple):
 OWN = Origin(0, 0.0)
 
 
-def alike(ones: Sequence[Origin], others: Sequence[Origin]) -> NDArray[np.float64]:
-    """Correlation of figures of the two, [ones, others]."""
+def alike(ones: Sequence[Origin], others: Sequence[Origin], another: float) -> NDArray[np.float64]:
+    """Correlation of figures of the two, [ones, others]; `another` is that of two recipes of one size."""
     same = np.equal.outer([one.study for one in ones], [other.study for other in others])
     apart = np.abs(np.subtract.outer([one.size for one in ones], [other.size for other in others]))
-    result: NDArray[np.float64] = np.where(same, 1.0, ANOTHER_RECIPE * np.exp(-apart / APART))
+    result: NDArray[np.float64] = np.where(same, 1.0, another * np.exp(-apart / APART))
     return result
 
 
