@@ -11,6 +11,7 @@ import pytest
 from tinyllm_ray.config import Config, load
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.execution import ExecutionConfig
+from tinyllm_ray.train.__main__ import main as train
 from tinyllm_ray.tune.decided import follow_decision, place_here
 from tinyllm_ray.tune.decisions import Decision, Place, Promise, Shape, add_decision, find, nearest, read_decisions
 
@@ -109,25 +110,25 @@ def test_what_was_verified_is_not_replaced_by_what_was_not_but_by_its_own_study(
 
 def test_studies_that_end_at_once_lose_nothing(file: Path) -> None:
     """Each thread has the lock's file open for itself, as processes do."""
-    start = threading.Barrier(6)
+    start = threading.Barrier(4)
     failures: list[BaseException] = []
 
     def add(number: int) -> None:
         try:
             start.wait()
-            for turn in range(5):
-                config = load("nano", [f"model.layers={1 + 6 * turn + number}"])
+            for turn in range(4):
+                config = load("nano", [f"model.layers={1 + 4 * turn + number}"])
                 add_decision(file, decision(config, f"study {number}"), lock_seconds=math.inf)
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=add, args=(number,)) for number in range(6)]
+    threads = [threading.Thread(target=add, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert failures == []
-    assert sorted(one.shape.layers for one in read_decisions(file)) == list(range(1, 31))
+    assert sorted(one.shape.layers for one in read_decisions(file)) == list(range(1, 17))
 
 
 def test_a_lock_that_others_hold_is_not_waited_for_for_ever(file: Path) -> None:
@@ -210,6 +211,16 @@ def test_where_none_matches_it_says_how_the_nearest_differs_and_goes_on(file: Pa
         f"{file}: no decision for this recipe here; the nearest, of study first, has torch 2.9.0, here "
         f"{here.versions['torch']}; goes on with the configuration's own execution"
     ]
+
+
+def test_the_command_line_looks_into_the_file_before_it_trains(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text("model: {}")
+    arguments = ["--config", "nano", "--decisions", str(file), "--out", str(tmp_path / "run")]
+    assert train(arguments) == 2
+    assert capsys.readouterr().err.startswith(f"error: {file}: model: there is no such key")
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_empty_file_of_decisions_is_said_and_a_missing_one_is_a_mistake(file: Path, said: list[str]) -> None:

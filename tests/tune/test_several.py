@@ -111,6 +111,7 @@ def test_the_list_of_studies_leads_to_each(out: Path) -> None:
     assert "Ended: every recipe was studied" in page
 
 
+@pytest.mark.slow
 def test_a_training_follows_the_decision_and_says_so(out: Path, folder: Path, run_module: RunModule) -> None:
     decided = load(out / "large" / "selected.yaml").execution
     changed = ["--set", "training.max_updates=1", "--set", "optimizer.weight_decay=0.2"]

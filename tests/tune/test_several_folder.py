@@ -72,8 +72,9 @@ def test_a_name_that_is_there_twice_is_a_mistake(tmp_path: Path) -> None:
         open_whole(tmp_path / "all", ["mine.yaml", "others/mine.yaml"], False)
 
 
-def test_all_wait_where_nothing_is_there_and_nothing_is_written(tmp_path: Path) -> None:
-    assert states(open_whole(tmp_path / "all", PRESETS, False)) == ["waiting"] * 3
+@pytest.mark.parametrize("resume", [False, True])
+def test_all_wait_where_nothing_is_there_and_nothing_is_written(tmp_path: Path, resume: bool) -> None:
+    assert states(open_whole(tmp_path / "all", PRESETS, resume)) == ["waiting"] * 3
     assert list(tmp_path.iterdir()) == []
 
 
@@ -83,7 +84,6 @@ def test_all_wait_where_nothing_is_there_and_nothing_is_written(tmp_path: Path) 
         (["study.yaml"], False, "holds one study; name its recipe with --preset"),
         (["study.yaml"], True, "holds one study"),
         (["notes.txt"], False, "not an empty folder"),
-        ([], True, "holds no studies of several presets"),
     ],
 )
 def test_another_folder_is_refused(tmp_path: Path, files: list[str], resume: bool, said: str) -> None:

@@ -44,11 +44,15 @@ class MirroredJournal:
         except OSError as error:
             raise TinyllmRayError(f"{self.path} cannot be written: {error}; TMPDIR names the folder for it") from error
 
+    def close(self) -> None:
+        """No record comes any more; waits for nothing."""
+        assert self._helper.stdin is not None
+        self._helper.stdin.close()
+
     def finish(self, seconds: float, hurry: Callable[[], bool]) -> str | None:
         """Wait until OUT holds every record, then remove the local file; else why it does not, and the file stays."""
-        assert self._helper.stdin is not None
+        self.close()
         assert self._helper.stderr is not None
-        self._helper.stdin.close()
         until = time.monotonic() + seconds
         while (status := self._helper.poll()) is None and time.monotonic() < until and not hurry():
             time.sleep(0.01)

@@ -30,7 +30,7 @@ from tinyllm_ray.tune.request import Asked, StudyRequest, check_request
 from tinyllm_ray.tune.session import Closing
 from tinyllm_ray.tune.several_folder import Standing, begin_whole, open_whole, study_figures
 from tinyllm_ray.tune.several_session import PartChannel, SeveralSession
-from tinyllm_ray.tune.study_run import CLOSING_SECONDS, CLOSING_SHARE, started_ray, study_on_ray
+from tinyllm_ray.tune.study_run import closing_seconds, started_ray, study_on_ray
 from tinyllm_ray.tune.supervisor import process_age_seconds
 
 if TYPE_CHECKING:
@@ -93,8 +93,8 @@ def run_presets(work: "Work") -> int:
             _fit(part, ray[0])
         begin_whole(session.out, request.presets)
         work.session = session
-        closing = min(CLOSING_SECONDS, CLOSING_SHARE * request.total_seconds)
-        _run_in_turn(_Whole(parts, session, ray, deadline.earlier_by(closing), tell))
+        measuring = deadline.earlier_by(closing_seconds(request.total_seconds))
+        _run_in_turn(_Whole(parts, session, ray, measuring, tell))
         status = session.close(_why_over(parts))
     session.write()
     return status

@@ -45,6 +45,7 @@ class Standing:
 def open_whole(out: Path, presets: Sequence[str], resume: bool) -> list[Standing]:
     """How the studies of `presets` stand, from earlier sessions where this resumes. Nothing is written.
 
+    With `resume` they begin where there are none yet: one command for a job that comes back.
     Raises ConfigError where the folder is another's, or `presets` are not those it began with.
     """
     names = [folder_name(preset) for preset in presets]
@@ -52,7 +53,7 @@ def open_whole(out: Path, presets: Sequence[str], resume: bool) -> list[Standing
         raise ConfigError(f"--presets: {twice[0]} is there twice; each is studied once")
     file = out / PRESETS
     if not file.exists():
-        _check_free(out, resume)
+        _check_free(out)
         return [Standing(name) for name in names]
     if not resume:
         raise ConfigError(f"--out {out}: the folder already holds studies; add --resume to go on, or choose another")
@@ -64,11 +65,9 @@ def open_whole(out: Path, presets: Sequence[str], resume: bool) -> list[Standing
     return [_stood(name, earlier.get(name)) for name in names]
 
 
-def _check_free(out: Path, resume: bool) -> None:
+def _check_free(out: Path) -> None:
     if (out / DEFINITION).exists():
         raise ConfigError(f"--out {out}: the folder holds one study; name its recipe with --preset, or choose another")
-    if resume:
-        raise ConfigError(f"--resume: {out} holds no studies of several presets ({PRESETS} is missing)")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out}: this is not an empty folder; choose another")
     if not os.access(next(parent for parent in (out, *out.parents) if parent.exists()), os.W_OK):

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from tinyllm_ray.cluster.connect import Connection
     from tinyllm_ray.tune.study_process import Work
 
-CLOSING_SECONDS = 6.0
+_CLOSING_SECONDS = 6.0
 """Kept free at the end for stopping Ray (1.3-4 s on two busy cores) and the last report."""
-CLOSING_SHARE = 0.1
+_CLOSING_SHARE = 0.1
 """Of the budget, where that is less."""
 
 
@@ -92,7 +92,6 @@ def study_on_ray(
         definition = begin_study(out, earlier, config, fitted, request)
         work.channel.send("out", study=definition.study, path=str(out))
         spent = earlier.spent_seconds if earlier else 0.0
-        closing = min(CLOSING_SECONDS, CLOSING_SHARE * request.total_seconds)
         objective = request.objective_of(config)
         driver = StudyDriver(
             study=Study(
@@ -106,7 +105,7 @@ def study_on_ray(
             config=config,
             cache=cache,
             out=out,
-            deadline=deadline.earlier_by(closing),
+            deadline=deadline.earlier_by(closing_seconds(request.total_seconds)),
             earlier=earlier.records if earlier else (),
         )
         report = Report(
@@ -134,9 +133,14 @@ def started_ray(request: StudyRequest, console: Console) -> "Iterator[tuple[Conn
     from tinyllm_ray.cluster.connect import connect
 
     say(console, f"budget {request.budget}; starting Ray")
-    with connect(request.address) as connection, _claim_machine(console, connection) as alone:
+    with connect(request.address) as connection, claim_machine(console, connection) as alone:
         say(console, _describe(connection))
         yield connection, alone
+
+
+def closing_seconds(budget_seconds: float) -> float:
+    """What is kept free at the end of a budget."""
+    return min(_CLOSING_SECONDS, _CLOSING_SHARE * budget_seconds)
 
 
 def _verifier(
@@ -177,7 +181,7 @@ def _open_tokens(config: Config, fitted: FittedSpace) -> TokenCache | None:
 
 
 @contextmanager
-def _claim_machine(console: Console, connection: "Connection") -> Iterator[bool]:
+def claim_machine(console: Console, connection: "Connection") -> Iterator[bool]:
     """Whether no other study of this user measures on the same devices of this machine; says so where one does."""
     if not connection.started:
         yield True

@@ -185,6 +185,8 @@ def _receive(study: _Study, messages: list[dict[str, Any]]) -> None:
             case {"type": "out", "study": str(identifier), "path": str(path)}:
                 _keep(study, records)
                 records = []
+                for earlier in study.journals[-1:]:
+                    earlier.close()
                 study.journals.append(MirroredJournal(study.folder, identifier, Path(path).absolute()))
             case {"type": "record", "record": dict(record)}:
                 records.append(record)
