@@ -155,10 +155,12 @@ def test_the_page_lists_every_study_with_its_answer_or_why_it_has_none(out: Path
     ]
     write_whole(out, standings, 600.0, 301.0, None)
     page = Words(write_index(out).read_text())
-    assert page.links == ["20m/report.html", "decisions.yaml"]
+    assert page.links == ["decisions.yaml", "20m/report.html"]
     assert "20.4M parameters, 131,072 targets an update" in page.text
-    assert f"mb32 compiled <auto> 1.9 M 1.101{TIMES} 1.090{TIMES} to 1.112{TIMES}" in page.text
-    assert "left out its baseline <alone> is expected to take 900 s" in page.text
+    assert "mb32 compiled <auto> 20.4M parameters" in page.text
+    assert "throughput 1.9 M targets/s" in page.text
+    assert f"over its baseline 1.101{TIMES} 1.090{TIMES} to 1.112{TIMES} with 90%" in page.text
+    assert "No answer Left out: its baseline <alone> is expected to take 900 s" in page.text
     assert "Under way" in page.text
     write_whole(out, standings, 600.0, 601.0, "the budget's end")
     assert "Ended: the budget's end" in Words(write_index(out).read_text()).text
