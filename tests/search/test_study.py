@@ -508,9 +508,11 @@ def test_timed_out_and_lost_ones_are_measured_again(fate: Fate) -> None:
     broken = replay(study(), fates({"mb32 eager": fate}), stop_after=3)
     assert broken.labels.count("mb32 eager auto t8") == 1, "not twice in one run"
     going = study(broken.records)
-    assert states(going)["mb32 eager auto t8"] == State.PENDING
+    (known,) = (status for status in going.candidates() if status.candidate.label == "mb32 eager auto t8")
+    assert (known.state, known.fate) == (State.FINISHED, fate), "all that is known until then"
     again = take(going)
     assert (again.candidate.label, again.candidate.id[:3]) == ("mb32 eager auto t8", "c02")
+    assert states(going)["mb32 eager auto t8"] == State.RUNNING
 
 
 def test_a_finished_study_has_nothing_to_do_when_it_is_resumed() -> None:

@@ -206,7 +206,6 @@ OTHER_MISTAKES = [
     (["--budget", "1m", "--space", "empty_space.yaml"], "empty space"),
     (["--budget", "1m", "--windows", "0"], "protocol"),
     (["--budget", "1m", "--preset", "nano", "--set", "data.cache=full"], "holds no manifest.json"),
-    (["--budget", "1m", "--out", "absent", "--resume"], "holds no study"),
     (["--budget", "1m", "--set", "training.seed=1"], "--set changes a recipe"),
 ]
 

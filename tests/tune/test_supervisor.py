@@ -21,7 +21,8 @@ from tinyllm_ray import journal
 from tinyllm_ray.clock import Deadline
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.tune import supervisor
-from tinyllm_ray.tune.mirror import MirroredJournal, leftover_records, private_folder
+from tinyllm_ray.tune.channel import Channel
+from tinyllm_ray.tune.mirror import MirroredJournal, all_records, private_folder
 from tinyllm_ray.tune.processes import STUDY_VARIABLE, end_processes
 from tinyllm_ray.tune.supervisor import Outcome, process_age_seconds, supervise
 
@@ -331,7 +332,7 @@ def test_studies_that_follow_each_other_have_their_records_in_folders_of_their_o
     for study in ("first", "second", "third"):
         os.mkdir(out + "/" + study)
         messages += line("out", study=study, path=out + "/" + study)
-        messages += "".join(line("record", record={"number": number}) for number in range(len(study)))
+        messages += "".join(line("record", number=number, record={"number": number}) for number in range(len(study)))
     os.write(channel._descriptor, messages.encode())
     channel.send("done", exit_status=0)
     """
@@ -358,8 +359,9 @@ def test_one_folder_of_several_that_is_gone_keeps_its_records_here_and_is_named(
     """
     outcome = run(body, out=str(out))
     assert (outcome.exit_status, outcome.mirrored) == (0, False)
-    assert outcome.journal == node_local / "first" / "trials.jsonl"
-    assert numbers(node_local / "first" / "trials.jsonl") == [0]
+    assert outcome.journal is not None
+    assert outcome.journal.parent == node_local / "first"
+    assert numbers(outcome.journal) == [0]
     assert numbers(out / "second" / "trials.jsonl") == [1]
     assert f"{out / 'first' / 'trials.jsonl'} lags behind" in capfd.readouterr().err
 
@@ -368,21 +370,21 @@ def test_a_flood_of_records_survives_a_kill(out: Path) -> None:
     """None lost, none twice: every record whose sending returned is there, in order."""
     body = """
     begin()
-    for number in range(3000):
+    for number in range(500):
         record(number)
     os.kill(os.getpid(), signal.SIGKILL)
     """
     outcome = run(body, out=str(out))
     assert outcome.exit_status == 1
-    assert numbers(out / "trials.jsonl") == list(range(3000))
+    assert numbers(out / "trials.jsonl") == list(range(500))
 
 
 def test_a_record_is_on_both_disks_before_the_study_ends(out: Path) -> None:
     body = """
     begin()
     record(1)
-    local = os.environ["TMPDIR"] + f"/tinyllm_ray-{os.getuid()}/study/trials.jsonl"
-    while not all(os.path.exists(path) and os.path.getsize(path) for path in (local, out + "/trials.jsonl")):
+    (local,) = os.scandir(os.environ["TMPDIR"] + f"/tinyllm_ray-{os.getuid()}/study")
+    while not all(os.path.exists(path) and os.path.getsize(path) for path in (local.path, out + "/trials.jsonl")):
         time.sleep(0.02)
     """
     assert run(body, out=str(out)).exit_status == 0
@@ -427,7 +429,8 @@ def test_an_out_folder_that_hangs(out: Path, node_local: Path, capfd: pytest.Cap
     os.mkfifo(out / "trials.jsonl")
     outcome = run("begin(); record(1)\n" + HANG, budget=1, out=str(out))
     assert (outcome.mirrored, outcome.cut) == (False, True)
-    assert outcome.journal == node_local / "study" / "trials.jsonl"
+    assert outcome.journal is not None
+    assert outcome.journal.parent == node_local / "study"
     assert numbers(outcome.journal) == [1]
     said = capfd.readouterr().err
     assert "does not answer" in said
@@ -465,14 +468,14 @@ def test_resuming_goes_on_after_the_lines_of_out(out: Path) -> None:
 
 
 def test_resuming_brings_what_the_last_run_could_not(out: Path, tmp_path: Path) -> None:
-    records = MirroredJournal(private_folder(), "study", tmp_path / "absent")
+    records = MirroredJournal(private_folder(), "study", tmp_path / "absent", "before", time.monotonic())
     records.append([{"number": 1}, {"number": 2}])
-    assert "No such file" in (records.finish(5, lambda: False) or "")
+    assert "No such file" in (records.finish(60, lambda: False) or "")
     journal.append_line(out / "trials.jsonl", {"number": 1})
-    assert leftover_records("study", out) == [{"number": 2}]
+    assert all_records("study", out) == [{"number": 1}, {"number": 2}]
     assert run("begin(); record(3)", out=str(out)).mirrored
     assert numbers(out / "trials.jsonl") == [1, 2, 3]
-    assert leftover_records("study", out) == []
+    assert list(private_folder().iterdir()) == []
 
 
 def test_the_journal_folder_must_be_ours(node_local: Path, tmp_path: Path) -> None:
@@ -624,3 +627,62 @@ def test_the_age_of_a_shell_that_became_python_does_not_count(monkeypatch: pytes
     monkeypatch.setattr(supervisor, "_IMPORTED_AT", time.monotonic() - 2)
     monkeypatch.setattr(time, "clock_gettime", lambda clock: 1e9)
     assert process_age_seconds() == pytest.approx(2, abs=0.5)
+
+
+def test_a_record_is_on_the_disk_when_its_sending_returns(out: Path) -> None:
+    """What others are told of it then cannot be lost with the supervisor."""
+    body = """
+    begin()
+    for number in range(50):
+        record(number)
+        (local,) = os.scandir(os.environ["TMPDIR"] + f"/tinyllm_ray-{os.getuid()}/study")
+        with open(local.path) as file:
+            assert len(file.readlines()) == number + 1
+    """
+    assert run(body, out=str(out)).exit_status == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_a_killed_supervisors_session_is_charged_to_the_moment_it_was_killed(
+    supervising: Callable[..., Supervising], tag: str, out: Path
+) -> None:
+    body = DEAF + "begin(); record(1)\n" + "while not os.path.exists(out + '/sessions'): time.sleep(0.01)\n"
+    body += "ready()\ntime.sleep(600)"
+    began = time.monotonic()
+    one = supervising(body)
+    assert wait_until(one._ready.exists, seconds=1e9)
+    ready = time.monotonic()
+    time.sleep(1)  # spent: the next sign of life is 5 s after the first
+    least = time.monotonic() - ready
+    one.signal(signal.SIGKILL)
+    one.process.wait()
+    folder = out / "sessions"
+    assert wait_until(lambda: not list(Path(tempfile.gettempdir()).glob("tinyllm_ray-*/study")), seconds=1e9)
+    (path,) = folder.iterdir()
+    session = json.loads(path.read_bytes())
+    assert least <= session["seconds"] <= time.monotonic() - began
+    assert session["ended"] is False
+
+
+def test_a_study_notices_that_its_supervisor_is_gone() -> None:
+    reading, writing = os.pipe()
+    answers, answering = os.pipe()
+    channel = Channel({}, writing, answers)
+    assert not channel.alone
+    os.close(reading)
+    assert channel.alone
+    os.close(answering)
+    with pytest.raises(BrokenPipeError):
+        channel.send("record", record={})
+    os.close(writing)
+    os.close(answers)
+
+
+def test_a_supervisor_that_dies_before_it_answers_is_gone() -> None:
+    reading, writing = os.pipe()
+    answers, answering = os.pipe()
+    os.close(answering)
+    with pytest.raises(BrokenPipeError, match="the supervisor is gone"):
+        Channel({}, writing, answers).send("record", record={})
+    for descriptor in (reading, writing, answers):
+        os.close(descriptor)

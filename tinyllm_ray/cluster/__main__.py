@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tinyllm_ray.cluster import jobs
 from tinyllm_ray.cluster.submit import add_options, script_of
-from tinyllm_ray.command import Parser, exit_status, say
+from tinyllm_ray.command import Parser, examples_of, exit_status, say
 from tinyllm_ray.errors import EXIT_DONE, ConfigError
 
 _EPILOG = """examples:
@@ -54,7 +54,7 @@ def build_parser() -> Parser:
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
         added: argparse.ArgumentParser = actions.add_parser(
-            name, help=text, prog=f"{prog} {name}", description=text, epilog=""
+            name, help=text, prog=f"{prog} {name}", description=text, epilog=examples_of(_EPILOG, name)
         )
         return added
 

@@ -37,6 +37,8 @@ class Connection:
     gpus: int
     cores_per_node: int
     """Cores of the smallest node."""
+    accelerators: tuple[str, ...] = ()
+    """Models of the GPUs, as Ray names them."""
 
     @property
     def device_kind(self) -> Literal["cuda", "cpu"]:
@@ -101,6 +103,8 @@ def _describe(started: bool) -> Connection:
         node for node in alive if node["Resources"].get("CPU")
     ]
     cores = [int(node["Resources"].get("CPU", 0)) for node in nodes]
+    prefix = "accelerator_type:"
+    models = {name.removeprefix(prefix) for node in nodes for name in node["Resources"] if name.startswith(prefix)}
     context = ray.get_runtime_context()
     dashboard = ray._private.worker.get_dashboard_url()
     return Connection(
@@ -110,6 +114,7 @@ def _describe(started: bool) -> Connection:
         nodes=len(nodes),
         gpus=int(sum(node["Resources"].get("GPU", 0) for node in nodes)),
         cores_per_node=min((count for count in cores if count), default=1),
+        accelerators=tuple(sorted(models)),
     )
 
 

@@ -65,12 +65,12 @@ class Study:
         self._pool = Pool(space)
         self._candidates = Candidates()
         self._results: dict[str, TrialRecord] = {}
+        self._lapsed: dict[str, TrialRecord] = {}  # of earlier sessions, which settle nothing
         self.measured_again: list[TrialRecord] = []
         """Verification's records, oldest first; the search learns nothing from them, so it stays over once it is."""
         self.verification: Verification | None = None  # that has begun
         self._running: dict[str, Trial] = {}
-        self._unaffordable: dict[str, tuple[dict[str, Any], Prediction]] = {}
-        """By identity, at the last ask."""
+        self._unaffordable: dict[str, tuple[dict[str, Any], Prediction]] = {}  # by identity, at the last ask
         self._selected: tuple[Selection | None] | None = None  # the verdict, asked for since the last record
         self._seconds_left = math.inf
         work = space.parameters * space.targets_per_update
@@ -259,8 +259,7 @@ class Study:
             return
         self._candidates.keep(record.candidate, record.execution, name)
         self._learn(record)
-        if record.fate not in MEASURED_AGAIN:
-            self._results[name] = record
+        (self._lapsed if record.fate in MEASURED_AGAIN else self._results)[name] = record
 
     def _learn(self, record: TrialRecord) -> None:
         self._cost = replace(self._cost, records=(*self._cost.records, record))
@@ -270,9 +269,10 @@ class Study:
         name = candidate.execution_identity
         if record := self._results.get(name):
             return finished_status(candidate, record)
-        trial = self._running.get(name)
-        if trial is not None:
+        if trial := self._running.get(name):
             return running_status(trial)
+        if record := self._lapsed.get(name):
+            return finished_status(candidate, record)
         prediction = self._cost.predict(candidate.execution)
         if failed := out_of_memory(candidate.execution, self._results.values()):
             return CandidateStatus(candidate, State.SKIPPED, reason=f"skipped: {failed.candidate} ran out of memory")

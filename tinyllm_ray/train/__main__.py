@@ -192,6 +192,10 @@ def _is_complete(options: argparse.Namespace, config: "Config", cache: "TokenCac
 
 def _take_folder(options: argparse.Namespace, checkpoint: "Checkpoint | None") -> None:
     prepare_folder(options.out, options.resume is not None)
+    if checkpoint is not None:
+        say(f"goes on from {checkpoint.path}", sys.stderr)
+    elif options.resume is not None:
+        say(f"{options.out} holds no checkpoint yet: the run begins from the start", sys.stderr)
     begin_log(options.out)
     if checkpoint is not None:
         bring_curves(checkpoint.path, options.out)
@@ -241,10 +245,8 @@ def _checkpoint(options: argparse.Namespace, config: "Config", cache: "TokenCach
     if checkpoint is None:
         if has_begun(options.out):
             refuse_other_run(options.out, config, cache.identity)
-        say(f"{options.out} holds no checkpoint yet: the run begins from the start", sys.stderr)
         return None
     refuse_other_recipe(checkpoint, config, cache.identity)
-    say(f"goes on from {checkpoint.path}", sys.stderr)
     return checkpoint
 
 

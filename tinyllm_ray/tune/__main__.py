@@ -12,9 +12,11 @@ from pathlib import Path
 
 from tinyllm_ray.allocation import seconds_within_allocation
 from tinyllm_ray.clock import Deadline, parse_duration
-from tinyllm_ray.command import Parser, exit_status
+from tinyllm_ray.command import Parser, exit_status, say
+from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.tune.budget import seconds_left
 from tinyllm_ray.tune.channel import STUDY_COMMAND
+from tinyllm_ray.tune.going_on import going_on
 from tinyllm_ray.tune.page.maker import bring_up_to_date
 from tinyllm_ray.tune.preset_names import preset_list, study_folders
 from tinyllm_ray.tune.supervisor import process_age_seconds, supervise
@@ -28,7 +30,7 @@ examples:
   python -m tinyllm_ray.tune --budget 10m --preset 50m --space execution --out studies/50m
   python -m tinyllm_ray.tune --budget 10m --config mine.yaml --set training.tokens_per_update=65536
   python -m tinyllm_ray.tune --budget 45m --out studies/50m --resume
-      go on with a study that was ended, within what is left of its budget
+      go on with a study that was ended, within what is left of its budget; begin it where there is none yet
   python -m tinyllm_ray.tune --budget 2h --presets 20m,50m,90m --out studies/all
       a study each within one budget; studies/all/decisions.yaml says what to train each shape with
 
@@ -58,20 +60,25 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(f"there is no command {arguments[0]!r}, but {', '.join(COMMANDS)}")
         return COMMANDS[arguments[0]](arguments[1:])
     options = parser.parse_args(arguments)
-    return exit_status(lambda: _supervise(options))
+    return exit_status(lambda: _supervise(options, arguments))
 
 
-def _supervise(options: argparse.Namespace) -> int:
+def _supervise(options: argparse.Namespace, arguments: list[str]) -> int:
     budget = parse_duration(options.budget, "--budget")
-    age = process_age_seconds()
+    if options.resume and options.out is None:
+        raise ConfigError("--resume: which study? name its folder with --out")
+    left = seconds_left(budget, options.out, resume=True) if options.resume else budget
+    age = process_age_seconds()  # with what a slow folder took to say it
     request = _request(options, budget, age)
     out = Path(str(request["out"]))
-    left = seconds_left(budget, out, options.resume) - age
-    deadline = Deadline.after(seconds_within_allocation(left, os.environ))
+    whole = Deadline.after(left - age)
+    deadline = Deadline.after(seconds_within_allocation(whole.remaining(), os.environ))
     outcome = supervise(STUDY_COMMAND, request=request, deadline=deadline)
     if outcome.mirrored:  # the folder is this study's, and its file system answers
         for folder in study_folders(out, preset_list(options.presets)):
             bring_up_to_date(folder, deadline)
+    if outcome.journal and (line := going_on(arguments, out, outcome.exit_status, whole.remaining())):
+        say(line, sys.stderr)
     return outcome.exit_status
 
 
@@ -117,7 +124,9 @@ def build_parser() -> Parser:
         help="least seconds for the planned trainings, starts included, or most targets a second (default: training)",
     )
     parser.add_argument("--out", type=Path, help="folder of the study (default: studies/ and the time)")
-    parser.add_argument("--resume", action="store_true", help="go on with the study in --out")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with the study in --out; begin it where there is none"
+    )
     parser.add_argument(
         "--decisions", metavar="FILE", help="add the answer to this decision file, for `train --decisions FILE`"
     )

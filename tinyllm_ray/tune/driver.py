@@ -74,6 +74,11 @@ class StudyDriver:
         self._lock = threading.RLock()
 
     @property
+    def records(self) -> Sequence[TrialRecord]:
+        """All of the study, those of earlier sessions first."""
+        return self._records
+
+    @property
     def seconds_left(self) -> float:
         """For measuring."""
         return self._deadline.remaining()

@@ -5,7 +5,9 @@ thread cannot exit either. Standard library only: the supervisor imports this mo
 """
 
 import contextlib
+import fcntl
 import json
+import math
 import os
 import re
 import select
@@ -22,20 +24,29 @@ from typing import Any
 from tinyllm_ray import journal
 from tinyllm_ray.errors import ConfigError, TinyllmRayError
 from tinyllm_ray.tune.processes import drop_helper, start_helper
+from tinyllm_ray.tune.sessions import SESSIONS, SIGN_OF_LIFE_SECONDS, write_session
 
 JOURNAL_NAME = "trials.jsonl"
 
+_LOOK_SECONDS = 0.5
+
 
 class MirroredJournal:
-    """Appends to the node-local journal of a study, while a helper brings its lines to OUT."""
+    """Appends to a session's node-local journal, while a helper brings its lines to OUT and counts its seconds."""
 
-    def __init__(self, folder: Path, study: str, out: Path) -> None:
-        """`folder` is `private_folder()`; what an earlier run of `study` could not bring to OUT still stands there."""
-        self.path = _local_path(folder, study)
+    def __init__(self, folder: Path, study: str, out: Path, session: str, began: float) -> None:
+        """`folder` is `private_folder()`; what earlier sessions of `study` could not bring to OUT still stands there.
+
+        `session` is a name used once, `began` its begin on time.monotonic.
+        """
+        self.path = _local_folder(folder, study) / f"{session}.jsonl"
         self.target = out / JOURNAL_NAME
-        self.path.parent.mkdir(mode=0o700, exist_ok=True)
-        self.path.touch()
-        self._helper = start_helper(mirror, str(self.path), str(self.target), stderr=subprocess.PIPE)
+        self._began = began
+        while not self.path.exists():
+            self.path.parent.mkdir(mode=0o700, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # an earlier session's helper has removed the folder again
+                self.path.touch()
+        self._start_helper()
 
     def append(self, records: list[dict[str, Any]]) -> None:
         """Returns when all are on the disk."""
@@ -43,14 +54,20 @@ class MirroredJournal:
             journal.append_lines(self.path, records)
         except OSError as error:
             raise TinyllmRayError(f"{self.path} cannot be written: {error}; TMPDIR names the folder for it") from error
+        if self._was_killed():
+            self._start_helper()
 
     def close(self) -> None:
-        """No record comes any more; waits for nothing."""
+        """No record comes any more, and no second counts; waits for nothing."""
+        if self._was_killed():
+            self._start_helper()
         assert self._helper.stdin is not None
-        self._helper.stdin.close()
+        with contextlib.suppress(BrokenPipeError, ValueError):  # closed already
+            self._helper.stdin.write(b"ended")
+            self._helper.stdin.close()
 
     def finish(self, seconds: float, hurry: Callable[[], bool]) -> str | None:
-        """Wait until OUT holds every record, then remove the local file; else why it does not, and the file stays."""
+        """Wait until OUT holds every record and the local file is gone; else say why not, and the file stays."""
         self.close()
         assert self._helper.stderr is not None
         until = time.monotonic() + seconds
@@ -58,18 +75,47 @@ class MirroredJournal:
             time.sleep(0.01)
         problem = "its file system does not answer" if status is None else self._helper.stderr.read().decode().strip()
         drop_helper(self._helper)
-        if status != 0:
-            return problem
-        self.path.unlink()
-        with contextlib.suppress(OSError):  # somebody put something else there
-            self.path.parent.rmdir()
-        return None
+        return None if status == 0 else problem or f"the process that copies was ended ({status})"
+
+    def _start_helper(self) -> None:
+        arguments = (str(self.path), str(self.target), repr(self._began))
+        self._helper = start_helper(mirror, *arguments, stderr=subprocess.PIPE)
+
+    def _was_killed(self) -> bool:
+        """By whoever; one that ends by itself has been told to."""
+        return self._helper.poll() is not None
 
 
-def leftover_records(study: str, out: Path) -> list[dict[str, Any]]:
-    """For a study that resumes: records of its earlier run that OUT never got; the supervisor brings them there now."""
+def await_earlier_helper(study: str, patience_seconds: float = 10.0) -> None:
+    """Return once no helper of an earlier session is at work on this machine, or the patience is over.
+
+    A killed session's helper is still bringing its last records, and its seconds, for a moment.
+    """
+    until = time.monotonic() + patience_seconds
+    try:
+        folder = os.open(_local_folder(private_folder(), study), os.O_RDONLY)
+    except FileNotFoundError:
+        return
+    try:
+        while time.monotonic() < until:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            time.sleep(0.02)
+    finally:
+        os.close(folder)
+
+
+def all_records(study: str, out: Path) -> list[dict[str, Any]]:
+    """Every record of a study to go on with: OUT's, and those of earlier sessions on this machine that OUT lacks.
+
+    The supervisor's helper adds these to OUT. An earlier session's helper may be doing that right now: what has left
+    the local files between the two looks is in OUT by the second.
+    """
+    # One that is removed between the two holds none.
+    local = [entry for path in _journals(_local_folder(private_folder(), study)) for entry in journal.read_lines(path)]
     present = journal.read_lines(out / JOURNAL_NAME)
-    return [entry for entry in journal.read_lines(_local_path(private_folder(), study)) if entry not in present]
+    return present + [entry for entry in local if entry not in present]
 
 
 def private_folder() -> Path:
@@ -87,26 +133,61 @@ def private_folder() -> Path:
     raise ConfigError(f"{folder} {problem}, and records are kept there first; set TMPDIR to another folder")
 
 
-def _local_path(folder: Path, study: str) -> Path:
+def _local_folder(folder: Path, study: str) -> Path:
     assert re.fullmatch(r"\w[\w.-]*", study), study  # it names a folder
-    return folder / study / JOURNAL_NAME
+    return folder / study
 
 
-def mirror(journal_file: str, target_file: str) -> None:
-    """The helper: bring every line of the journal to OUT's file, until stdin ends and all are there."""
-    position = 0
+def _journals(folder: Path) -> list[Path]:
+    """Of a study's sessions on this machine, by their last records, oldest first."""
+    changed = {}
+    for path in folder.glob("*.jsonl"):
+        with contextlib.suppress(FileNotFoundError):
+            changed[path] = path.stat().st_mtime_ns
+    return sorted(changed, key=lambda path: changed[path])
+
+
+def mirror(journal_file: str, target_file: str, began: str) -> None:
+    """The helper: bring every line of the journal to OUT's file, until stdin ends and all are there.
+
+    What earlier sessions left beside the journal is brought first. One at a time: that of a session whose supervisor
+    was killed may be copying its last lines. A word on stdin says that the session closes by itself.
+    """
+    own, target = Path(journal_file), Path(target_file)
+    fcntl.flock(os.open(own.parent, os.O_RDONLY), fcntl.LOCK_EX)
+    position, left_behind, noted, closes, ended = 0, True, -math.inf, False, False
     while True:
-        ended = bool(select.select([0], [], [], 0.5)[0])
+        if select.select([0], [], [], _LOOK_SECONDS)[0]:
+            word = os.read(0, 64)
+            closes, ended = closes or bool(word), not word
         try:
-            position = _copy_lines(Path(journal_file), Path(target_file), position)
+            if left_behind:
+                _bring_what_is_left(own, target)
+                left_behind = False
+            position = _copy_lines(own, target, position)
+            if ended or time.monotonic() - noted >= SIGN_OF_LIFE_SECONDS:
+                write_session(target.parent, own.stem, float(began), closes)
+                noted = time.monotonic()
         except OSError as error:
-            position = 0  # part of them may have arrived
+            position, left_behind = 0, True  # part of them may have arrived
             if ended:
                 sys.exit(str(error))
         if ended:
-            if position and not Path(target_file).exists():
+            if position and not target.exists():
                 sys.exit("the folder was removed")
+            own.unlink()
+            with contextlib.suppress(OSError):  # another session's journal is there
+                own.parent.rmdir()
             return
+
+
+def _bring_what_is_left(own: Path, target: Path) -> None:
+    """Bring the records of earlier sessions, oldest first, and remove what they left."""
+    journal.remove_torn(target.parent / SESSIONS)
+    for path in _journals(own.parent):
+        if path != own:
+            _copy_lines(path, target, 0)
+            path.unlink()
 
 
 def _copy_lines(source: Path, target: Path, position: int) -> int:

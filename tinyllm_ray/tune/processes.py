@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tinyllm_ray.tune.terminal import show_cursor
+
 STUDY_VARIABLE = "TINYLLM_RAY_STUDY"
 """Environment variable that every process of a study inherits; its value is the supervisor's run, used once."""
 
@@ -118,6 +120,7 @@ def guard(marker: str) -> None:
     """A helper that ends the study when the supervisor dies before it has done so itself: its stdin ends then."""
     words = sys.stdin.buffer.read().split()
     alive = end_processes(marker, int(words[0]) if words else None, patience_seconds=0.0, limit_seconds=10.0)
+    show_cursor()
     left = f", but for {', '.join(alive)}" if alive else ""
     print(f"tinyllm_ray: the study's supervisor was killed; its processes are ended{left}", file=sys.stderr)
 

@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from tinyllm_ray.tune.budget import SUMMARY
 from tinyllm_ray.tune.driver import StudyDriver
 from tinyllm_ray.tune.folder import SELECTED
 from tinyllm_ray.tune.page.maker import PAGE, PageMaker
+from tinyllm_ray.tune.processes import STUDY_VARIABLE
+from tinyllm_ray.tune.sessions import with_trials
 
 
 @dataclass
@@ -34,6 +36,8 @@ class Report:
     """Seconds of the budget that are used up."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Recipe, space, machine and cluster, for the summary."""
+    earlier_sessions: Sequence[Mapping[str, Any]] = ()
+    """What sessions before this one used of the budget, as `budget.sessions_so_far` has them."""
     page: PageMaker | None = None
     """Makes the page for people, in a process of its own."""
 
@@ -53,14 +57,24 @@ class Report:
         if self.page is not None:
             self.page.finish()
 
+    def _sessions(self, driver: StudyDriver, elapsed_seconds: float) -> list[dict[str, Any]]:
+        """What the budget went to by session, this one last; the seconds add up to `elapsed_seconds`."""
+        seconds = elapsed_seconds - sum(entry["seconds"] for entry in self.earlier_sessions)
+        began = time.time() - seconds
+        own = {"session": os.environ.get(STUDY_VARIABLE), "began": began, "seconds": seconds, "ended": driver.finished}
+        trials = ((record.timestamp, record.seconds.total) for record in driver.records)
+        return with_trials([*self.earlier_sessions, own], trials)
+
     def _summary(self, driver: StudyDriver) -> dict[str, Any]:
         study, selection = driver.study, driver.study.selection()
+        elapsed = self.elapsed()
         return {
             "schema_version": SCHEMA_VERSION,
             "study": self.study_id,
             **self.facts,
             "budget_seconds": self.budget_seconds,
-            "elapsed_seconds": self.elapsed(),
+            "elapsed_seconds": elapsed,
+            "sessions": self._sessions(driver, elapsed),
             "timestamp": time.time(),
             "budget_exhausted": driver.budget_exhausted,
             "ended": driver.end,

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tinyllm_ray.config import Config, load, validate
 from tinyllm_ray.errors import ConfigError
+from tinyllm_ray.paths import shown, unusable
 from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.search.objective import Objective, ObjectiveKind
 from tinyllm_ray.search.space import Space, load_space, parse_space
@@ -85,6 +86,8 @@ class Asked:
 def check_request(request: StudyRequest) -> Asked:
     """Everything about a request that can be judged without the machine. Raises ConfigError."""
     recipe, space = request.recipe, request.space
+    if why := unusable(Path(request.out)):
+        raise ConfigError(f"--out {shown(request.out)}: {why}")
     if isinstance(recipe, dict):
         config: Config | None = validate(recipe, "configuration")
     elif recipe is None and request.overrides:

@@ -24,7 +24,7 @@ from tinyllm_ray.train.recipe import check_fits
 from tinyllm_ray.train.show import PipeConsole
 from tinyllm_ray.tune.channel import Channel
 from tinyllm_ray.tune.decisions import DECISIONS
-from tinyllm_ray.tune.folder import DEFINITION, Earlier, begin_study, open_folder
+from tinyllm_ray.tune.folder import DEFINITION, Earlier, open_folder, refuse_early
 from tinyllm_ray.tune.live import say
 from tinyllm_ray.tune.request import Asked, StudyRequest, check_request
 from tinyllm_ray.tune.session import Closing
@@ -111,18 +111,20 @@ def _part(request: StudyRequest, preset: str, standing: Standing, session: Sever
     decisions = [session.out / DECISIONS, *(file.resolve() for file in request.decisions)]
     own = {"presets": [], "recipe": preset, "out": str(out), "resume": resume, "decisions": decisions}
     asked = request.model_copy(update=own)
-    earlier = open_folder(out, resume)
+    sound, earlier = check_request(asked), open_folder(out, resume)
+    if earlier is not None:
+        refuse_early(earlier, sound, out)
     records = list(earlier.records) if earlier else []
 
     def heard(record: TrialRecord) -> None:
         records.append(record)
         session.write()
 
-    return _Part(asked, check_request(asked), earlier, standing, records, PartChannel(line, heard))
+    return _Part(asked, sound, earlier, standing, records, PartChannel(line, heard))
 
 
 def _fit(part: _Part, connection: "Connection") -> None:
-    """Settle a part for the machine, or leave it out. Raises ConfigError where its folder is of something else."""
+    """Settle a part for the machine, or leave it out."""
     from tinyllm_ray.cluster.trials import resources
 
     try:
@@ -133,8 +135,6 @@ def _fit(part: _Part, connection: "Connection") -> None:
     except ConfigError as error:
         part.standing.state, part.standing.reason = "left out", str(error)
         return
-    if part.earlier is not None:
-        begin_study(part.out, part.earlier, config, fitted, part.request)
     part.fitted = config, fitted
 
 
@@ -190,6 +190,8 @@ def _run(part: _Part, seconds: float, whole: _Whole) -> None:
     try:
         study_on_ray(request, part.asked, part.earlier, part.out, part, Deadline.after(seconds), whole.ray, learned)
     except ConfigError as error:
+        if part.earlier is not None:
+            raise  # it goes on with another device or another corpus than it began with
         standing.state, standing.reason = "left out", str(error)
         whole.say(f"{standing.name} is left out: {error}")
     else:

@@ -19,6 +19,7 @@ from tinyllm_ray import journal
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.records import SCHEMA_VERSION
 from tinyllm_ray.tune.budget import SUMMARY
+from tinyllm_ray.tune.claim import claim
 from tinyllm_ray.tune.folder import DEFINITION
 from tinyllm_ray.tune.preset_names import folder_name, study_folders
 from tinyllm_ray.yamlfile import dump_yaml, read_mapping
@@ -57,6 +58,7 @@ def open_whole(out: Path, presets: Sequence[str], resume: bool) -> list[Standing
         return [Standing(name) for name in names]
     if not resume:
         raise ConfigError(f"--out {out}: the folder already holds studies; add --resume to go on, or choose another")
+    claim(file)
     known = read_mapping(file).get("presets")
     if known != list(presets):
         before = ",".join(map(str, known)) if isinstance(known, list) else known
@@ -83,10 +85,12 @@ def _stood(name: str, before: Mapping[str, Any] | None) -> Standing:
 
 
 def begin_whole(out: Path, presets: Sequence[str]) -> None:
-    """Make the folder, and say what it is of. Raises ConfigError where it cannot be written."""
+    """Make the folder, say what it is of, and hold it. Raises ConfigError where that cannot be."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        journal.write_atomically(out / PRESETS, dump_yaml({"presets": list(presets)}).encode())
+        if not (out / PRESETS).exists():
+            journal.write_atomically(out / PRESETS, dump_yaml({"presets": list(presets)}).encode())
+        claim(out / PRESETS)
     except OSError as error:
         raise ConfigError(f"--out {out}: {error.strerror}; choose a folder that can be written") from None
 

@@ -10,10 +10,11 @@ import signal
 import sys
 import threading
 import traceback
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from tinyllm_ray.errors import EXIT_BUG, EXIT_NO_RESULT, TinyllmRayError
 from tinyllm_ray.tune.channel import Channel, attach
+from tinyllm_ray.tune.processes import STUDY_VARIABLE, end_processes
 from tinyllm_ray.tune.supervisor import process_age_seconds
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ class Work:
             status = (run_presets if self.channel.request.get("presets") else run)(self)
         except TinyllmRayError as error:
             status, message = error.exit_status, str(error)
+        except BrokenPipeError:  # the supervisor is gone, and all ends with it
+            pass
         except Exception as error:  # our own fault: the traceback is for us, the verdict for the supervisor
             message = f"{type(error).__name__}: {error}"
             traceback.print_exc()
@@ -60,6 +63,8 @@ def main() -> int:
     work.thread.start()
     while work.verdict is None and not received:
         work.thread.join(_LOOK_SECONDS)
+        if channel.alone:
+            _end_alone()
     interrupted = work.verdict is None
     status, message = work.verdict or _interrupt(work, received[0])
     if message is not None:
@@ -68,6 +73,12 @@ def main() -> int:
     if interrupted:
         os._exit(status)  # the study's thread may be anywhere in Ray; the supervisor ends what Ray started
     return status
+
+
+def _end_alone() -> NoReturn:
+    """The supervisor was killed: end all of the study, should its guard have been killed as well."""
+    end_processes(os.environ[STUDY_VARIABLE], os.getpid(), patience_seconds=0.0, limit_seconds=5.0)
+    os._exit(EXIT_BUG)
 
 
 def _interrupt(work: Work, number: int) -> tuple[int, str | None]:

@@ -29,7 +29,7 @@ from tinyllm_ray.train.recipe import check_fits
 from tinyllm_ray.train.show import PipeConsole
 from tinyllm_ray.tune.decided import record_decision
 from tinyllm_ray.tune.driver import StudyDriver
-from tinyllm_ray.tune.folder import CANDIDATES, Definition, Earlier, begin_study, open_folder
+from tinyllm_ray.tune.folder import CANDIDATES, Definition, Earlier, begin_study, open_folder, refuse_early
 from tinyllm_ray.tune.live import say
 from tinyllm_ray.tune.mirror import private_folder
 from tinyllm_ray.tune.page.maker import PageMaker
@@ -59,6 +59,8 @@ def run(work: "Work") -> int:
     asked = check_request(request)
     out = Path(request.out).resolve()
     earlier = open_folder(out, request.resume)
+    if earlier is not None:
+        refuse_early(earlier, asked, out)
     if asked.config is not None:
         if asked.config.data.cache is not None:
             check_fits(asked.config, open_cache(asked.config.data.cache))
@@ -89,8 +91,13 @@ def study_on_ray(
         for note in [*notes, *fitted.notes]:
             say(console, note)
         cache = _open_tokens(config, fitted)
-        definition = begin_study(out, earlier, config, fitted, request)
+        tokens = cache.identity if cache else None
+        definition = begin_study(
+            out, earlier, config, fitted, request, accelerators=connection.accelerators, cache_identity=tokens
+        )
         work.channel.send("out", study=definition.study, path=str(out))
+        if request.resume and earlier is None:
+            say(console, f"{out} holds no study yet: it begins")
         spent = earlier.spent_seconds if earlier else 0.0
         objective = request.objective_of(config)
         driver = StudyDriver(
@@ -115,6 +122,7 @@ def study_on_ray(
             budget_seconds=request.total_seconds,
             elapsed=lambda: spent + request.age_seconds + process_age_seconds(),
             facts={**_facts(definition, fitted, connection, cache), "alone_on_machine": alone},
+            earlier_sessions=earlier.sessions if earlier else (),
             page=PageMaker(out, functools.partial(say, console)),
         )
         decide = functools.partial(

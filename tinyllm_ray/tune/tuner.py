@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,8 +176,9 @@ def tune_presets(presets: Sequence[str], **settings: Any) -> dict[str, TuneResul
     >>> results = tune_presets(["20m", "50m", "90m"], budget="2h", out="studies/all")
     >>> results["50m"].config.execution
     """
-    for preset in presets:
-        request = Tuner(preset=preset, **settings).request
+    if isinstance(presets, str) or not presets:
+        raise ConfigError(f'presets: {presets!r} is no list of recipes; give some, like ["20m", "50m"]')
+    request = [Tuner(preset=preset, **settings).request for preset in presets][-1]
     _fit(request.model_copy(update={"recipe": None, "presets": list(presets)}))
     studies = read_whole(Path(request.out))["studies"]
     answered = [one["name"] for one in studies if one["selected"]]
@@ -185,9 +187,10 @@ def tune_presets(presets: Sequence[str], **settings: Any) -> dict[str, TuneResul
 
 def _fit(request: StudyRequest) -> None:
     """Run what is requested, under a supervisor; returns where there is an answer that can be read."""
-    out = Path(request.out)
-    deadline = Deadline.after(seconds_left(request.total_seconds, out, request.resume))
+    out, began = Path(request.out), time.monotonic()
+    deadline = Deadline(began + seconds_left(request.total_seconds, out, request.resume))
     values = request.model_dump(mode="json", exclude={"budget_seconds"})
+    values["age_seconds"] = time.monotonic() - began
     outcome = supervise(STUDY_COMMAND, request=values, deadline=deadline)
     if outcome.mirrored:  # the folder is this study's, and its file system answers
         for folder in study_folders(out, request.presets):

@@ -1,0 +1,313 @@
+"""Kills sessions of studies at random moments and resumes them: `python tests/tune/kill_sessions.py --kills 1000`.
+
+Supervisor, channel, journal, mirror, folder, driver, report and resume are the product's own; only Ray and what it
+measures are played. Sessions are forked from this process, which has imported everything once, so that a kill takes
+tenths of a second. Ends with status 0 where no promise was broken, and says what was killed.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from played_ray import LOG, RECIPE, SPACE, key_of, play_ray, run_session
+
+from tinyllm_ray import journal
+from tinyllm_ray.config import load
+from tinyllm_ray.tune.sessions import read_sessions
+
+BUDGET_SECONDS = 7200
+REMEASURED = {"lost", "timed_out"}
+TICK_SECONDS = 0.011
+"""The system tells a process's start in hundredths."""
+
+
+class Broken(Exception):
+    """A promise was."""
+
+
+def hold(promise: bool, what: str) -> None:
+    if not promise:
+        raise Broken(what)
+
+
+@dataclass
+class Sessions:
+    """One study in `folder`, from its begin to its end, however often it is killed."""
+
+    folder: Path
+    chance: random.Random
+    killed: Counter[str] = field(default_factory=Counter)
+    kills: int = 0
+    walls: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """By session: the least and the most it can have lasted."""
+
+    @property
+    def out(self) -> Path:
+        return self.folder / "out"
+
+    def run(self, most_kills: int) -> None:
+        """Sessions until the study is over; at most so many are killed."""
+        (self.folder / "recipe.yaml").write_text(RECIPE)
+        (self.folder / "space.yaml").write_text(SPACE)
+        for number in range(10_000):
+            spare = self.kills >= most_kills
+            if self._session(number, spare):
+                return
+            self.check_after_kill()
+        raise Broken("the study does not end")
+
+    def _session(self, number: int, spare: bool) -> bool:
+        """Whether it came to the study's end."""
+        log_lines = len(self.log())
+        arguments = ["--budget", f"{BUDGET_SECONDS}s", "--config", "recipe.yaml", "--space", "space.yaml"]
+        arguments += ["--runs", "100000000", "--out", "out", "--resume"]
+        began = time.monotonic()
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                status = run_session(self.folder, arguments)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        forked, end = time.monotonic(), _Ended(pid)
+        if not spare:
+            self._wait_for_the_moment(end, log_lines)
+        if spare or end():
+            status = end.wait()
+            hold(status == 0, f"a session that was left alone ended with status {status}")
+            return True
+        before = {
+            path.stem: json.loads(path.read_bytes())["seconds"] for path in (self.out / "sessions").glob("*.json")
+        }
+        kill_at = time.monotonic()
+        victims = self._kill(pid)
+        end.wait()
+        helpers = [one for name, one in victims.items() if name == "mirror"]
+        if self.chance.random() < 0.5:  # else the next session begins beside what is left of this one
+            while any(alive(one) for one in victims.values()):
+                time.sleep(0.002)
+            over = time.monotonic()
+        else:
+            over = float("inf")
+        begun = [line["session"] for line in self.log()[log_lines:] if line["kind"] == "begun"]
+        if begun and begun[0] in before:
+            exact = helpers and "mirror" not in self._last
+            self.walls[begun[0]] = (kill_at - forked if exact else before[begun[0]], over - began + TICK_SECONDS)
+        return False
+
+    def _wait_for_the_moment(self, end: "_Ended", log_lines: int) -> None:
+        """Any moment: some by time, some soon after a record."""
+        if self.chance.random() < 0.3:
+            until = time.monotonic() + self.chance.uniform(0, 0.5)
+            while time.monotonic() < until and not end():
+                time.sleep(0.002)
+            return
+        wanted, log = log_lines + self.chance.randint(1, 8), self.folder / LOG
+        while not end() and not (log.exists() and log.read_bytes().count(b"\n") >= wanted):
+            time.sleep(0.002)
+        time.sleep(self.chance.uniform(0, 0.015))
+
+    def _kill(self, pid: int) -> dict[str, int]:
+        """SIGKILL to some of a session's processes; its processes by name."""
+        found = {"supervisor": pid, **children(pid)}
+        choices = [
+            ("supervisor",),
+            ("study",),
+            ("supervisor", "study"),
+            ("supervisor", "guard"),
+            ("supervisor", "mirror"),
+            ("mirror", "supervisor"),
+            ("study", "mirror"),
+            ("supervisor", "study", "guard", "mirror"),
+        ]
+        names = [name for name in self.chance.choice(choices) if name in found] or ["supervisor"]
+        for name in names:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(found[name], signal.SIGKILL)
+            if self.chance.random() < 0.3:
+                time.sleep(self.chance.uniform(0, 0.01))
+        if "supervisor" not in names and "study" not in names:
+            os.kill(pid, signal.SIGKILL)
+        self._last = names
+        self.kills += 1
+        self.killed[" and ".join(names)] += 1
+        return found
+
+    # What has to hold
+
+    def log(self) -> list[dict[str, Any]]:
+        return journal.read_lines(self.folder / LOG)
+
+    def check_after_kill(self) -> None:
+        """Nothing is torn, nothing lost, nothing there twice."""
+        acknowledged = [line["key"] for line in self.log() if line["kind"] == "recorded"]
+        summary = self.summary()  # parses, or there is none
+        if (self.out / "selected.yaml").exists():
+            load(self.out / "selected.yaml")
+        known = self.known_records()
+        self.check_records(known)
+        missing = set(acknowledged) - {key_of(record) for record in known}
+        hold(not missing, f"acknowledged and lost: {sorted(missing)}")
+        rates = {record["candidate"]: record["targets_per_second"] for record in known}
+        for row in summary.get("candidates", ()):
+            if row["targets_per_second"] is not None:
+                hold(row["candidate"] in rates, f"{row['candidate']} was shown as measured, and is in no record")
+
+    def known_records(self) -> list[dict[str, Any]]:
+        """The journals' and OUT's, each once; what is brought from the one to the other meanwhile included."""
+        journals = Path(tempfile.gettempdir()).glob(f"tinyllm_ray-*/{self.study() or 'none'}/*.jsonl")
+        changed = {}
+        for path in journals:
+            with contextlib.suppress(FileNotFoundError):
+                changed[path] = path.stat().st_mtime_ns
+        oldest_first = sorted(changed, key=lambda path: changed[path])
+        local = [record for path in oldest_first for record in journal.read_lines(path)]
+        present = journal.read_lines(self.out / "trials.jsonl")
+        return present + [record for record in local if record not in present]
+
+    def study(self) -> str | None:
+        path = self.out / "study.yaml"
+        return path.read_text().splitlines()[0].removeprefix("study: ").strip("'") if path.exists() else None
+
+    def summary(self) -> dict[str, Any]:
+        path = self.out / "summary.json"
+        summary: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
+        return summary
+
+    def check_records(self, records: Sequence[dict[str, Any]]) -> None:
+        twice = [key for key, count in Counter(map(key_of, records)).items() if count > 1]
+        hold(not twice, f"recorded twice: {twice}")
+        settled: set[str] = set()
+        executions: dict[str, str] = {}
+        for record in records:
+            name = record["candidate"]
+            hold(name not in settled, f"{name} was measured again after it had a result")
+            hold(
+                executions.setdefault(name, record["execution_identity"]) == record["execution_identity"],
+                f"{name} is two",
+            )
+            if record["fate"] not in REMEASURED:
+                settled.add(name)
+
+    def check_at_the_end(self) -> None:
+        """OUT holds everything, the local disk nothing, and every second is charged once."""
+        self.check_after_kill()
+        present = journal.read_lines(self.out / "trials.jsonl")
+        hold(present == self.known_records(), "OUT lags behind the local journals")
+        summary = self.summary()
+        hold(summary["ended"] is not None and summary["selected"] is not None, "the study has no end")
+        measured = {record["candidate"]: record["fate"] for record in present}
+        rows = {row["candidate"]: row["state"] for row in summary["candidates"] if row["candidate"] in measured}
+        hold(rows == measured, f"the summary's candidates are not the records': {rows}, {measured}")
+        local = list(Path(tempfile.gettempdir()).glob(f"tinyllm_ray-*/{self.study()}"))
+        hold(not local, f"left behind: {local}")
+        torn = [path.name for path in self.out.rglob("*") if journal.is_torn(path)]
+        hold(not torn, f"left behind: {torn}")
+        self.check_seconds(summary)
+
+    def check_seconds(self, summary: dict[str, Any]) -> None:
+        files = {entry["session"]: entry["seconds"] for entry in read_sessions(self.out)}
+        entries = {entry["session"]: entry["seconds"] for entry in summary["sessions"]}
+        hold(
+            abs(sum(entries.values()) - summary["elapsed_seconds"]) < 1e-6, "the sessions' seconds are not the budget's"
+        )
+        trials = sum(entry["trials"] for entry in summary["sessions"])
+        hold(trials == len(journal.read_lines(self.out / "trials.jsonl")), "a trial is in no session")
+        for session, (least, most) in self.walls.items():
+            hold(session in entries, f"the session {session} is charged nothing")
+            charged = entries[session]
+            hold(charged >= files.get(session, 0.0), f"{session}: {charged}, and {files[session]} in its file")
+            hold(least <= charged <= most, f"{session} is charged {charged}, and lasted {least} to {most}")
+        # Each session was given what those before it had left.
+        before = 0.0
+        begun = {line["session"]: line["left"] for line in self.log() if line["kind"] == "begun"}
+        for session, seconds in entries.items():
+            hold(begun[session] <= BUDGET_SECONDS - before, f"{session} had {begun[session]} of the budget")
+            before += seconds
+
+
+class _Ended:
+    """Whether a forked process has ended, and how."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._status: int | None = None
+
+    def __call__(self) -> bool:
+        if self._status is None and (found := os.waitpid(self.pid, os.WNOHANG))[0]:
+            self._status = os.waitstatus_to_exitcode(found[1])
+        return self._status is not None
+
+    def wait(self) -> int:
+        while not self():
+            time.sleep(0.002)
+        assert self._status is not None
+        return self._status
+
+
+def children(pid: int) -> dict[str, int]:
+    """A supervisor's processes: study, guard and mirror, as far as they have started."""
+    found = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                fields = Path("/proc", entry, "stat").read_bytes().rpartition(b") ")[2].split()
+                if int(fields[1]) == pid:
+                    words = Path("/proc", entry, "cmdline").read_bytes().split(b"\0")
+                    duty = {b"guard": "guard", b"mirror": "mirror", b"tell_used": "reader"}
+                    found[next((duty[word] for word in words if word in duty), "study")] = int(entry)
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path("/proc", str(pid), "stat").read_bytes().rpartition(b") ")[2].split()[0] not in (b"Z", b"X")
+    except OSError:
+        return False
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=None)
+    options = parser.parse_args()
+    seed = random.randrange(2**32) if options.seed is None else options.seed
+    print(f"seed {seed}", flush=True)
+    play_ray()
+    chance = random.Random(seed)
+    killed: Counter[str] = Counter()
+    studies = records = 0
+    while sum(killed.values()) < options.kills:
+        with tempfile.TemporaryDirectory() as folder:
+            study = Sessions(Path(folder), random.Random(chance.random()))
+            try:
+                study.run(options.kills - sum(killed.values()))
+                study.check_at_the_end()
+            except Exception as error:
+                said = Path(folder, "said")
+                print(said.read_text()[-4000:] if said.exists() else "", error, f"seed {seed}", sep="\n")
+                return 1
+            killed += study.killed
+            studies += 1
+            records += len(study.known_records())
+    count = sum(killed.values())
+    print(f"{count} kills in {studies} studies with {records} records; none lost, none twice: {dict(killed)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
