@@ -175,8 +175,9 @@ def tune_presets(presets: Sequence[str], **settings: Any) -> dict[str, TuneResul
     >>> results = tune_presets(["20m", "50m", "90m"], budget="2h", out="studies/all")
     >>> results["50m"].config.execution
     """
-    for preset in presets:
-        request = Tuner(preset=preset, **settings).request
+    if isinstance(presets, str) or not presets:
+        raise ConfigError(f'presets: {presets!r} is no list of recipes; give some, like ["20m", "50m"]')
+    request = [Tuner(preset=preset, **settings).request for preset in presets][-1]
     _fit(request.model_copy(update={"recipe": None, "presets": list(presets)}))
     studies = read_whole(Path(request.out))["studies"]
     answered = [one["name"] for one in studies if one["selected"]]
