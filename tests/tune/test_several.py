@@ -38,6 +38,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+WRONG = ["--presets", "odd.yaml", "--space", "space.yaml", "--out", "wrong"]
+
+
 def command(presets: str, *more: str) -> list[str]:
     own = ["--presets", presets, "--space", "space.yaml", "--runs", "1", "--out", "all", *more]
     return ["--budget", f"{BUDGET_SECONDS}s", *own]
@@ -88,6 +91,7 @@ def test_a_recipe_that_cannot_be_studied_is_left_out_and_said(
     assert set(states.values()) <= {"done", "short"}
     assert "odd is left out: space space" in studied.output
     assert not (out / "odd").exists()
+    assert summary["ended"].endswith("left out: odd")
 
 
 def test_ray_is_started_once_and_the_next_begins_with_what_the_first_showed(studied: Finished, out: Path) -> None:
@@ -123,6 +127,18 @@ def test_a_training_follows_the_decision_and_says_so(out: Path, folder: Path, ru
     config = load(folder / "run" / "config.yaml")
     assert config.execution == decided
     assert config.optimizer.weight_decay == 0.2
+
+
+@pytest.mark.slow
+def test_where_no_recipe_can_be_studied_it_is_a_mistake_and_nothing_is_written(
+    folder: Path, run_module: RunModule
+) -> None:
+    done = run_module("tinyllm_ray.tune", "--budget", "240s", *WRONG, cwd=folder, timeout=None)
+    assert done.status == 2
+    assert done.output.splitlines()[-1].startswith(
+        "error: odd: space space: baseline.micro_batch_size: 8 does not divide"
+    )
+    assert not (folder / "wrong").exists()
 
 
 @pytest.mark.slow

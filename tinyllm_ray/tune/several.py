@@ -91,6 +91,8 @@ def run_presets(work: "Work") -> int:
     with started_ray(request, console) as ray:
         for part in parts:
             _fit(part, ray[0])
+        if not any(part.fitted for part in parts):
+            raise ConfigError("; ".join(f"{one.name}: {one.reason}" for one in standings))
         begin_whole(session.out, request.presets)
         work.session = session
         measuring = deadline.earlier_by(closing_seconds(request.total_seconds))
@@ -101,8 +103,12 @@ def run_presets(work: "Work") -> int:
 
 
 def _why_over(parts: Sequence[_Part]) -> str:
-    short = [part.standing.name for part in parts if part.standing.state == "short"]
-    return f"budget: {', '.join(short)} had more to measure" if short else "every recipe was studied"
+    short, out = (
+        [part.standing.name for part in parts if part.standing.state == state] for state in ("short", "left out")
+    )
+    why = [f"budget: {', '.join(short)} had more to measure"] if short else []
+    why += [f"left out: {', '.join(out)}"] if out else []
+    return "; ".join(why) or "every recipe was studied"
 
 
 def _part(request: StudyRequest, preset: str, standing: Standing, session: SeveralSession, line: Channel) -> _Part:
