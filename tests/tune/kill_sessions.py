@@ -25,6 +25,7 @@ from played_ray import LOG, RECIPE, SPACE, key_of, play_ray, run_session
 
 from tinyllm_ray import journal
 from tinyllm_ray.config import load
+from tinyllm_ray.tune.mirror import _journals, private_folder
 from tinyllm_ray.tune.sessions import read_sessions
 
 BUDGET_SECONDS = 7200
@@ -134,14 +135,18 @@ class Sessions:
             ("study", "mirror"),
             ("supervisor", "study", "guard", "mirror"),
         ]
+        if self.chance.random() < 0.3:  # a supervisor that gets no processor for a moment
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(self.chance.uniform(0, 0.05))
+        if "mirror" in found and self.chance.random() < 0.2:
+            stall(found["mirror"], self.chance.uniform(0, 1.5))
         names = [name for name in self.chance.choice(choices) if name in found] or ["supervisor"]
         for name in names:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(found[name], signal.SIGKILL)
             if self.chance.random() < 0.3:
                 time.sleep(self.chance.uniform(0, 0.01))
-        if "supervisor" not in names and "study" not in names:
-            os.kill(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGCONT if "study" in names else signal.SIGKILL)
         self._last = names
         self.kills += 1
         self.killed[" and ".join(names)] += 1
@@ -169,13 +174,8 @@ class Sessions:
 
     def known_records(self) -> list[dict[str, Any]]:
         """The journals' and OUT's, each once; what is brought from the one to the other meanwhile included."""
-        journals = Path(tempfile.gettempdir()).glob(f"tinyllm_ray-*/{self.study() or 'none'}/*.jsonl")
-        changed = {}
-        for path in journals:
-            with contextlib.suppress(FileNotFoundError):
-                changed[path] = path.stat().st_mtime_ns
-        oldest_first = sorted(changed, key=lambda path: changed[path])
-        local = [record for path in oldest_first for record in journal.read_lines(path)]
+        folder = private_folder() / (self.study() or "none")
+        local = [record for path in _journals(folder) for record in journal.read_lines(path)]
         present = journal.read_lines(self.out / "trials.jsonl")
         return present + [record for record in local if record not in present]
 
@@ -273,6 +273,16 @@ def children(pid: int) -> dict[str, int]:
     return found
 
 
+def stall(pid: int, seconds: float) -> None:
+    """Keep the processor from a process for a while."""
+    os.kill(pid, signal.SIGSTOP)
+    if os.fork() == 0:
+        time.sleep(seconds)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+        os._exit(0)
+
+
 def alive(pid: int) -> bool:
     try:
         return Path("/proc", str(pid), "stat").read_bytes().rpartition(b") ")[2].split()[0] not in (b"Z", b"X")
@@ -298,8 +308,8 @@ def main() -> int:
                 study.run(options.kills - sum(killed.values()))
                 study.check_at_the_end()
             except Exception as error:
-                said = Path(folder, "said")
-                print(said.read_text()[-4000:] if said.exists() else "", error, f"seed {seed}", sep="\n")
+                said = Path(folder, "said").read_text()
+                print(said[min(len(said) - 4000, said.rfind("Traceback")) :], error, f"seed {seed}", sep="\n")
                 return 1
             killed += study.killed
             studies += 1

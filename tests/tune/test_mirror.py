@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -85,6 +86,62 @@ def test_a_helper_waits_for_that_of_the_session_before(out: Path) -> None:
     third = begin(out, "third")
     assert third.finish(1e9, never) is None
     assert numbers(out / "trials.jsonl") == [1, 2]
+
+
+def test_a_helper_that_comes_late_leaves_a_running_sessions_journal_alone(out: Path) -> None:
+    """It would remove a file that a record is being written to."""
+    live = private_folder() / "study" / "second.jsonl"
+    held = mirror._hold(live)
+    journal.append_line(live, {"number": 2})
+    late = begin(out, "first")
+    late.append([{"number": 1}])
+    assert late.finish(1e9, never) is None
+    assert numbers(out / "trials.jsonl") == [1]
+    assert numbers(live) == [2]
+    held.close()  # as the kernel closes it
+    assert begin(out, "third").finish(1e9, never) is None
+    assert numbers(out / "trials.jsonl") == [1, 2]
+
+
+def test_a_helper_whose_journal_another_one_has_brought_ends_well(out: Path) -> None:
+    late = begin(out, "first")
+    late.append([{"number": 1}])
+    wait_until(lambda: (out / "trials.jsonl").exists() and numbers(out / "trials.jsonl") == [1])
+    late.path.unlink()
+    assert late.finish(1e9, never) is None
+    assert numbers(out / "trials.jsonl") == [1]
+
+
+def test_a_helper_that_waits_for_its_turn_sees_its_session_end(tmp_path: Path) -> None:
+    """The wait is on nobody's account: it may be as long as the next session."""
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    looked = []
+
+    class Supervisor(mirror._Stdin):
+        def look(self, seconds: float) -> None:
+            looked.append(seconds)
+            if len(looked) == 3:
+                os.close(descriptor)
+
+    mirror._take_turn(tmp_path, Supervisor())
+    assert len(looked) >= 3
+
+
+def test_a_journal_that_is_removed_while_it_is_made_is_made_again(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the helper of an earlier session, which takes an empty file that nobody holds for one that was left."""
+    path = private_folder() / "study" / "second.jsonl"
+    lock, removed = fcntl.flock, []
+
+    def remove_first(file: Any, operation: int) -> None:
+        if not removed:
+            removed.append(path)
+            path.unlink()
+        lock(file, operation)
+
+    monkeypatch.setattr(mirror.fcntl, "flock", remove_first)
+    with mirror._hold(path) as held:
+        assert path.stat().st_ino == os.fstat(held.fileno()).st_ino
 
 
 def test_a_session_waits_for_the_helper_of_the_one_before(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tinyllm_ray import journal
 from tinyllm_ray.errors import ConfigError, TinyllmRayError
@@ -29,6 +29,7 @@ from tinyllm_ray.tune.sessions import SESSIONS, SIGN_OF_LIFE_SECONDS, write_sess
 JOURNAL_NAME = "trials.jsonl"
 
 _LOOK_SECONDS = 0.5
+_TURN_SECONDS = 0.02
 
 
 class MirroredJournal:
@@ -42,10 +43,7 @@ class MirroredJournal:
         self.path = _local_folder(folder, study) / f"{session}.jsonl"
         self.target = out / JOURNAL_NAME
         self._began = began
-        while not self.path.exists():
-            self.path.parent.mkdir(mode=0o700, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):  # an earlier session's helper has removed the folder again
-                self.path.touch()
+        self._live = _hold(self.path)
         self._start_helper()
 
     def append(self, records: list[dict[str, Any]]) -> None:
@@ -75,6 +73,7 @@ class MirroredJournal:
             time.sleep(0.01)
         problem = "its file system does not answer" if status is None else self._helper.stderr.read().decode().strip()
         drop_helper(self._helper)
+        self._live.close()
         return None if status == 0 else problem or f"the process that copies was ended ({status})"
 
     def _start_helper(self) -> None:
@@ -138,36 +137,52 @@ def _local_folder(folder: Path, study: str) -> Path:
     return folder / study
 
 
+def _hold(path: Path) -> BinaryIO:
+    """Make a session's journal and lock it as long as the supervisor lives: what is locked has not been left behind."""
+    while True:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        # An earlier session's helper takes what nobody holds for left behind, and removes it.
+        with contextlib.suppress(FileNotFoundError, BlockingIOError), contextlib.ExitStack() as stack:
+            file = stack.enter_context(path.open("ab"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.stat().st_ino == os.fstat(file.fileno()).st_ino:
+                stack.pop_all()
+                return file
+        time.sleep(0.01)
+
+
 def _journals(folder: Path) -> list[Path]:
     """Of a study's sessions on this machine, by their last records, oldest first."""
     changed = {}
-    for path in folder.glob("*.jsonl"):
-        with contextlib.suppress(FileNotFoundError):
-            changed[path] = path.stat().st_mtime_ns
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(folder):
+            with contextlib.suppress(FileNotFoundError):
+                changed[folder / name] = (folder / name).stat().st_mtime_ns
     return sorted(changed, key=lambda path: changed[path])
 
 
 def mirror(journal_file: str, target_file: str, began: str) -> None:
     """The helper: bring every line of the journal to OUT's file, until stdin ends and all are there.
 
-    What earlier sessions left beside the journal is brought first. One at a time: that of a session whose supervisor
-    was killed may be copying its last lines. A word on stdin says that the session closes by itself.
+    What earlier sessions left beside the journal is brought first. One helper at a time: that of a session whose
+    supervisor was killed may be copying its last lines. A word on stdin says that the session closes by itself.
     """
-    own, target = Path(journal_file), Path(target_file)
-    fcntl.flock(os.open(own.parent, os.O_RDONLY), fcntl.LOCK_EX)
-    position, left_behind, noted, closes, ended = 0, True, -math.inf, False, False
+    own, target, supervisor = Path(journal_file), Path(target_file), _Stdin()
+    _take_turn(own.parent, supervisor)
+    position, left_behind, noted = 0, True, -math.inf
     while True:
-        if select.select([0], [], [], _LOOK_SECONDS)[0]:
-            word = os.read(0, 64)
-            closes, ended = closes or bool(word), not word
+        supervisor.look(_LOOK_SECONDS)
+        ended = supervisor.gone_at is not None
         try:
-            if left_behind:
-                _bring_what_is_left(own, target)
-                left_behind = False
-            position = _copy_lines(own, target, position)
+            # One that came so late that another helper has brought its journal leaves all others' alone.
+            if own.exists():
+                if left_behind:
+                    _bring_what_is_left(own, target)
+                    left_behind = False
+                position = _copy_lines(own, target, position)
             if ended or time.monotonic() - noted >= SIGN_OF_LIFE_SECONDS:
-                write_session(target.parent, own.stem, float(began), closes)
                 noted = time.monotonic()
+                write_session(target.parent, own.stem, float(began), supervisor.gone_at or noted, supervisor.closes)
         except OSError as error:
             position, left_behind = 0, True  # part of them may have arrived
             if ended:
@@ -175,17 +190,52 @@ def mirror(journal_file: str, target_file: str, began: str) -> None:
         if ended:
             if position and not target.exists():
                 sys.exit("the folder was removed")
-            own.unlink()
+            own.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # another session's journal is there
                 own.parent.rmdir()
             return
+
+
+class _Stdin:
+    """What the supervisor says, and when it was gone."""
+
+    def __init__(self) -> None:
+        self.closes = False
+        """By itself, and not killed."""
+        self.gone_at: float | None = None
+        """On time.monotonic."""
+
+    def look(self, seconds: float) -> None:
+        """Wait so long for a word, or for its end."""
+        if self.gone_at is None and select.select([0], [], [], seconds)[0]:
+            word = os.read(0, 64)
+            self.closes |= bool(word)
+            self.gone_at = None if word else time.monotonic()
+
+
+def _take_turn(folder: Path, supervisor: _Stdin) -> None:
+    """Wait for the helpers of earlier sessions; meanwhile a session may end, and lasts no longer for that."""
+    with contextlib.suppress(FileNotFoundError):  # another helper has brought all that was there
+        descriptor = os.open(folder, os.O_RDONLY)
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            supervisor.look(_TURN_SECONDS)
+            time.sleep(_TURN_SECONDS)
 
 
 def _bring_what_is_left(own: Path, target: Path) -> None:
     """Bring the records of earlier sessions, oldest first, and remove what they left."""
     journal.remove_torn(target.parent / SESSIONS)
     for path in _journals(own.parent):
-        if path != own:
+        if path == own:
+            continue
+        with path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:  # its supervisor lives: this helper comes late
+                continue
             _copy_lines(path, target, 0)
             path.unlink()
 

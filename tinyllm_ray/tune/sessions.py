@@ -17,13 +17,13 @@ SIGN_OF_LIFE_SECONDS: Final = 5.0
 """Between two entries of a running session: what a power failure leaves uncounted."""
 
 
-def write_session(out: Path, session: str, began: float, ended: bool) -> None:
-    """Note how long `session` has lasted that began at `began` on time.monotonic, and whether it closed by itself.
+def write_session(out: Path, session: str, began: float, until: float, ended: bool) -> None:
+    """Note that `session` has lasted from `began` to `until` on time.monotonic, and whether it closed by itself.
 
     Raises OSError, where OUT is gone for one: it is not made again.
     """
-    seconds = time.monotonic() - began
-    entry = {"session": session, "began": time.time() - seconds, "seconds": seconds, "ended": ended}
+    moment = time.time() - (time.monotonic() - began)
+    entry = {"session": session, "began": moment, "seconds": until - began, "ended": ended}
     (out / SESSIONS).mkdir(exist_ok=True)
     journal.write_atomically(out / SESSIONS / f"{session}.json", json.dumps(entry).encode() + b"\n")
 
