@@ -16,7 +16,9 @@ from tinyllm_ray.data.prepare import CACHE_VARIABLE
 from tinyllm_ray.records import TrialRecord, read_records
 from tinyllm_ray.tune.decisions import Shape, read_decisions
 
-BUDGET_SECONDS = 240
+pytestmark = pytest.mark.timeout(2400)
+
+BUDGET_SECONDS = 1200
 """Far more than it takes, so that a slow machine changes nothing; each study ends when its space is exhausted."""
 
 # A baseline and one other, so that each study is over as soon as both are measured.
@@ -133,7 +135,7 @@ def test_a_training_follows_the_decision_and_says_so(out: Path, folder: Path, ru
 def test_where_no_recipe_can_be_studied_it_is_a_mistake_and_nothing_is_written(
     folder: Path, run_module: RunModule
 ) -> None:
-    done = run_module("tinyllm_ray.tune", "--budget", "240s", *WRONG, cwd=folder, timeout=None)
+    done = run_module("tinyllm_ray.tune", "--budget", "1200s", *WRONG, cwd=folder, timeout=None)
     assert done.status == 2
     assert done.output.splitlines()[-1].startswith(
         "error: odd: space space: baseline.micro_batch_size: 8 does not divide"
