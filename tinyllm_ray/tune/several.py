@@ -155,7 +155,8 @@ def _run_in_turn(whole: _Whole) -> None:
         shares = share([_size(part, whole) for part in waiting], whole.deadline.remaining())
         for part in waiting:
             if reason := shares.left_out.get(part.standing.name):
-                part.standing.state, part.standing.reason = "left out", reason
+                # One that has measured before keeps what it found.
+                part.standing.state, part.standing.reason = "short" if part.records else "left out", reason
                 whole.say(f"{part.standing.name} is left out: {reason}")
         waiting = [part for part in waiting if part.standing.name in shares.seconds]
         if waiting:
@@ -196,6 +197,8 @@ def _run(part: _Part, seconds: float, whole: _Whole) -> None:
     try:
         study_on_ray(request, part.asked, part.earlier, part.out, part, Deadline.after(seconds), whole.ray, learned)
     except ConfigError as error:
+        if part.earlier is not None:
+            raise  # it goes on with something else than it began with
         standing.state, standing.reason = "left out", str(error)
         whole.say(f"{standing.name} is left out: {error}")
     else:
