@@ -178,7 +178,7 @@ def test_ctrl_c_keeps_what_was_measured_and_resume_studies_the_rest(built_root: 
             break
     first.send_signal(signal.SIGINT)
     rest = first.stderr.read()
-    assert first.wait() == 128 + signal.SIGINT, rest
+    assert first.wait() == 128 + signal.SIGINT, "".join(said) + rest
     assert "Traceback" not in rest
     out = folder / "broken"
     summary = json.loads((out / "summary.json").read_text())

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _Part:
+class Part:
     """One of the studies."""
 
     request: StudyRequest
@@ -67,14 +67,16 @@ class _Part:
 
 
 @dataclass
-class _Whole:
+class Whole:
     """All of them, on one Ray."""
 
-    parts: Sequence[_Part]
+    parts: Sequence[Part]
     session: SeveralSession
     ray: "tuple[Connection, bool]"
     deadline: Deadline
+    """For measuring."""
     say: Callable[[str], None]
+    study: Callable[..., int] = study_on_ray
 
 
 def run_presets(work: "Work") -> int:
@@ -96,13 +98,13 @@ def run_presets(work: "Work") -> int:
         begin_whole(session.out, request.presets)
         work.session = session
         measuring = deadline.earlier_by(closing_seconds(request.total_seconds))
-        _run_in_turn(_Whole(parts, session, ray, measuring, tell))
+        run_in_turn(Whole(parts, session, ray, measuring, tell))
         status = session.close(_why_over(parts))
     session.write()
     return status
 
 
-def _why_over(parts: Sequence[_Part]) -> str:
+def _why_over(parts: Sequence[Part]) -> str:
     short, out = (
         [part.standing.name for part in parts if part.standing.state == state] for state in ("short", "left out")
     )
@@ -111,7 +113,7 @@ def _why_over(parts: Sequence[_Part]) -> str:
     return "; ".join(why) or "every recipe was studied"
 
 
-def _part(request: StudyRequest, preset: str, standing: Standing, session: SeveralSession, line: Channel) -> _Part:
+def _part(request: StudyRequest, preset: str, standing: Standing, session: SeveralSession, line: Channel) -> Part:
     out = session.out / standing.name
     resume = (out / DEFINITION).exists()
     decisions = [session.out / DECISIONS, *(file.resolve() for file in request.decisions)]
@@ -126,10 +128,10 @@ def _part(request: StudyRequest, preset: str, standing: Standing, session: Sever
         records.append(record)
         session.write()
 
-    return _Part(asked, sound, earlier, standing, records, PartChannel(line, heard))
+    return Part(asked, sound, earlier, standing, records, PartChannel(line, heard))
 
 
-def _fit(part: _Part, connection: "Connection") -> None:
+def _fit(part: Part, connection: "Connection") -> None:
     """Settle a part for the machine, or leave it out."""
     from tinyllm_ray.cluster.trials import resources
 
@@ -144,7 +146,7 @@ def _fit(part: _Part, connection: "Connection") -> None:
     part.fitted = config, fitted
 
 
-def _run_in_turn(whole: _Whole) -> None:
+def run_in_turn(whole: Whole) -> None:
     """Each study within its share of what is left; those whose share was over once more only where no other waits."""
     for part in whole.parts:
         if part.standing.state == "left out":
@@ -155,7 +157,8 @@ def _run_in_turn(whole: _Whole) -> None:
         shares = share([_size(part, whole) for part in waiting], whole.deadline.remaining())
         for part in waiting:
             if reason := shares.left_out.get(part.standing.name):
-                part.standing.state, part.standing.reason = "left out", reason
+                # One that has measured before keeps what it found.
+                part.standing.state, part.standing.reason = "short" if part.records else "left out", reason
                 whole.say(f"{part.standing.name} is left out: {reason}")
         waiting = [part for part in waiting if part.standing.name in shares.seconds]
         if waiting:
@@ -163,7 +166,7 @@ def _run_in_turn(whole: _Whole) -> None:
             _run(part, shares.seconds[part.standing.name], whole)
 
 
-def _size(part: _Part, whole: _Whole) -> Size:
+def _size(part: Part, whole: Whole) -> Size:
     """What it needs and what its answer is worth, as far as its own records and the others' show."""
     assert part.fitted is not None
     config, space = part.fitted
@@ -176,11 +179,11 @@ def _size(part: _Part, whole: _Whole) -> Size:
     return Size(part.standing.name, worth, cost.predict(space.baseline).expected_seconds)
 
 
-def _others(part: _Part, whole: _Whole) -> tuple[EarlierStudy, ...]:
+def _others(part: Part, whole: Whole) -> tuple[EarlierStudy, ...]:
     return tuple(learned for one in whole.parts if one is not part and (learned := one.learned) is not None)
 
 
-def _run(part: _Part, seconds: float, whole: _Whole) -> None:
+def _run(part: Part, seconds: float, whole: Whole) -> None:
     """One study, to the end of its share."""
     standing, learned = part.standing, _others(part, whole)
     total = seconds + (part.earlier.spent_seconds if part.earlier else 0.0)
@@ -194,7 +197,7 @@ def _run(part: _Part, seconds: float, whole: _Whole) -> None:
     begins = f", beginning with what {len(learned)} other(s) showed in {trials} trial(s)" if learned else ""
     whole.say(f"{standing.name}: {format_duration(seconds)} of the budget{begins}")
     try:
-        study_on_ray(request, part.asked, part.earlier, part.out, part, Deadline.after(seconds), whole.ray, learned)
+        whole.study(request, part.asked, part.earlier, part.out, part, Deadline.after(seconds), whole.ray, learned)
     except ConfigError as error:
         if part.earlier is not None:
             raise  # it goes on with another device or another corpus than it began with
