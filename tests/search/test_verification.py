@@ -223,6 +223,33 @@ class TestFailures:
         assert Verification(records, "A", [], predict).ask(1e9).reason.startswith("the baseline is the best")
         assert Verification(records[1:], "A", ["B"], predict).ask(1e9).reason.startswith("the baseline has no figure")
 
+    @pytest.mark.parametrize("gain", [0.05, 0.0, -0.05])
+    def test_a_baseline_that_fails_after_a_few_rounds_leaves_their_verdict(self, gain: float) -> None:
+        phase = Phase({"A": 0.0, "B": gain})
+        broken = {"fate": Fate.LOST, "reason": "its node went away", "targets_per_second": None}
+        phase.go(6)
+        _, done = phase.go(spoil=lambda run: broken if run.candidate.execution_identity == "A" else {})
+        if "A" in phase.verification.withdrawn:
+            assert done.reason.startswith("the baseline cannot be verified")
+        outcome = phase.verification.outcome()
+        if gain > 0:
+            assert "A" in phase.verification.withdrawn, "it was to run under load"
+            assert outcome is not None
+            assert outcome.selected.execution_identity == "B"
+            assert outcome.speedup is not None
+            assert outcome.speedup.pairs == 3
+
+    def test_a_baseline_that_is_out_wins_nothing(self) -> None:
+        """Not even a tie, as one that did not run at last."""
+        phase = Phase({"A": 0.0, "B": 0.0, "C": -0.2})
+        phase.go(9)
+        phase.verification.withdrawn["A"] = "failed in the verification: lost"
+        outcome = phase.verification.outcome()
+        assert outcome is not None
+        assert outcome.selected.execution_identity == "B"
+        phase.verification.withdrawn["B"] = "failed in the verification: lost"
+        assert phase.verification.outcome() is None, "C is slower than what it was compared with"
+
     def test_a_process_on_another_device_makes_no_pair(self) -> None:
         phase = Phase({"A": 0.0, "B": 0.05})
         elsewhere = a_record("x", device="GPU-2").devices

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from played_ray import LOG, RECIPE, SPACE, key_of, play_ray, run_session
+from session_processes import Ended, alive, children, copies, stall
 
 from tinyllm_ray import journal
 from tinyllm_ray.config import load
@@ -51,6 +52,7 @@ class Sessions:
     chance: random.Random
     killed: Counter[str] = field(default_factory=Counter)
     kills: int = 0
+    helpers: list[int] = field(default_factory=list)
     walls: dict[str, tuple[float, float]] = field(default_factory=dict)
     """By session: the least and the most it can have lasted."""
 
@@ -62,14 +64,10 @@ class Sessions:
         """Sessions until the study is over; at most so many are killed."""
         (self.folder / "recipe.yaml").write_text(RECIPE)
         (self.folder / "space.yaml").write_text(SPACE)
-        for number in range(10_000):
-            spare = self.kills >= most_kills
-            if self._session(number, spare):
-                return
+        while not self._session(spare=self.kills >= most_kills):
             self.check_after_kill()
-        raise Broken("the study does not end")
 
-    def _session(self, number: int, spare: bool) -> bool:
+    def _session(self, *, spare: bool) -> bool:
         """Whether it came to the study's end."""
         log_lines = len(self.log())
         arguments = ["--budget", f"{BUDGET_SECONDS}s", "--config", "recipe.yaml", "--space", "space.yaml"]
@@ -84,25 +82,26 @@ class Sessions:
                 traceback.print_exc()
             finally:
                 os._exit(status)
-        forked, end = time.monotonic(), _Ended(pid)
+        forked, end = time.monotonic(), Ended(pid)
         if not spare:
             self._wait_for_the_moment(end, log_lines)
         if spare or end():
             status = end.wait()
             hold(status == 0, f"a session that was left alone ended with status {status}")
             return True
-        before = {
-            path.stem: json.loads(path.read_bytes())["seconds"] for path in (self.out / "sessions").glob("*.json")
-        }
+        before = {entry["session"]: entry["seconds"] for entry in read_sessions(self.out)}
         kill_at = time.monotonic()
         victims = self._kill(pid)
         end.wait()
         helpers = [one for name, one in victims.items() if name == "mirror"]
+        self.helpers += helpers
         if self.chance.random() < 0.5:  # else the next session begins beside what is left of this one
             while any(alive(one) for one in victims.values()):
                 time.sleep(0.002)
             over = time.monotonic()
         else:
+            over = float("inf")
+        if "mirror" in self._last:  # the supervisor may have started another one
             over = float("inf")
         begun = [line["session"] for line in self.log()[log_lines:] if line["kind"] == "begun"]
         if begun and begun[0] in before:
@@ -110,7 +109,7 @@ class Sessions:
             self.walls[begun[0]] = (kill_at - forked if exact else before[begun[0]], over - began + TICK_SECONDS)
         return False
 
-    def _wait_for_the_moment(self, end: "_Ended", log_lines: int) -> None:
+    def _wait_for_the_moment(self, end: Ended, log_lines: int) -> None:
         """Any moment: some by time, some soon after a record."""
         if self.chance.random() < 0.3:
             until = time.monotonic() + self.chance.uniform(0, 0.5)
@@ -205,6 +204,8 @@ class Sessions:
 
     def check_at_the_end(self) -> None:
         """OUT holds everything, the local disk nothing, and every second is charged once."""
+        while any(copies(pid) for pid in self.helpers):  # one that got no processor for a while is late
+            time.sleep(0.01)
         self.check_after_kill()
         present = journal.read_lines(self.out / "trials.jsonl")
         hold(present == self.known_records(), "OUT lags behind the local journals")
@@ -240,56 +241,6 @@ class Sessions:
             before += seconds
 
 
-class _Ended:
-    """Whether a forked process has ended, and how."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._status: int | None = None
-
-    def __call__(self) -> bool:
-        if self._status is None and (found := os.waitpid(self.pid, os.WNOHANG))[0]:
-            self._status = os.waitstatus_to_exitcode(found[1])
-        return self._status is not None
-
-    def wait(self) -> int:
-        while not self():
-            time.sleep(0.002)
-        assert self._status is not None
-        return self._status
-
-
-def children(pid: int) -> dict[str, int]:
-    """A supervisor's processes: study, guard and mirror, as far as they have started."""
-    found = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError):
-                fields = Path("/proc", entry, "stat").read_bytes().rpartition(b") ")[2].split()
-                if int(fields[1]) == pid:
-                    words = Path("/proc", entry, "cmdline").read_bytes().split(b"\0")
-                    duty = {b"guard": "guard", b"mirror": "mirror", b"tell_used": "reader"}
-                    found[next((duty[word] for word in words if word in duty), "study")] = int(entry)
-    return found
-
-
-def stall(pid: int, seconds: float) -> None:
-    """Keep the processor from a process for a while."""
-    os.kill(pid, signal.SIGSTOP)
-    if os.fork() == 0:
-        time.sleep(seconds)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
-        os._exit(0)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path("/proc", str(pid), "stat").read_bytes().rpartition(b") ")[2].split()[0] not in (b"Z", b"X")
-    except OSError:
-        return False
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=40)
@@ -302,7 +253,7 @@ def main() -> int:
     killed: Counter[str] = Counter()
     studies = records = 0
     while sum(killed.values()) < options.kills:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             study = Sessions(Path(folder), random.Random(chance.random()))
             try:
                 study.run(options.kills - sum(killed.values()))

@@ -47,10 +47,14 @@ class Running:
             out,
             Deadline.after(budget_seconds, self.clock),
         )
-        report = Report(out, "study", CONFIG, budget_seconds, lambda: 1.0)
+        self.report = Report(out, "study", CONFIG, budget_seconds, lambda: 50.0)
         self.decided: list[bool] = []
         self.session = Session(
-            self.driver, report, channel, Console(file=self.said, width=200), lambda: self.decided.append(self.told())
+            self.driver,
+            self.report,
+            channel,
+            Console(file=self.said, width=200),
+            lambda: self.decided.append(self.told()),
         )
 
     def measure(self, request: Any, took_seconds: float, fate: Fate = Fate.COMPLETE, reason: str | None = None) -> None:
@@ -194,3 +198,16 @@ def test_a_study_without_an_answer_decides_nothing(running: Running) -> None:
     running.measure(running.driver.ask(), 20, Fate.FAILED, "ValueError: why")
     record_decision(running.driver.study, "study", CONFIG, [running.out / "decisions.yaml"], pytest.fail)
     assert not (running.out / "decisions.yaml").exists()
+
+
+def test_the_summary_says_what_each_session_used(running: Running) -> None:
+    """Killed ones too, whose last candidate left no record."""
+    running.report.earlier_sessions = [{"session": "killed", "began": 0.0, "seconds": 42.0, "ended": False}]
+    running.measure(running.driver.ask(), took_seconds=7)
+    running.session.close("SIGINT")
+    summary = json.loads((running.out / "summary.json").read_text())
+    before, own = summary["sessions"]
+    assert (before["session"], before["seconds"], before["ended"], before["trials"]) == ("killed", 42.0, False, 1)
+    assert (own["seconds"], own["ended"], own["trials"]) == (8.0, True, 0)
+    assert before["trial_seconds"] == 7.0, "its record's time says that it began then"
+    assert summary["elapsed_seconds"] == before["seconds"] + own["seconds"]

@@ -66,10 +66,13 @@ def conclude(evidence: Evidence) -> Verified | None:
     beside = {name: judge(found, spread, comparisons) for name in order[1:] if (found := evidence.pairs(top, name))}
     tied = [name for name in order if name not in beside or beside[name].outcome != "faster"]
     # On a noisy device a tie is wide; nothing that is likely to be slower than the baseline is taken for its start.
-    worthy = [name for name in tied if name == baseline or verdicts[name].high >= 1]
+    # A baseline that fails later on, and is no member any more, is still what the others were compared with.
+    worthy = [name for name in tied if name in evidence.members and (name == baseline or verdicts[name].high >= 1)]
+    if not worthy:
+        return None
     chosen, _, _ = break_tie([evidence.members[name] for name in worthy], evidence.records, baseline)
     selected = chosen.execution_identity
-    ties = tuple(evidence.members[name] for name in tied if name != selected)
+    ties = tuple(evidence.members[name] for name in tied if name in evidence.members and name != selected)
     # The pair under load does not judge itself.
     load = [pair for pair in pairs.get(selected, []) if pair.sustained][-1:]
     short = [pair for pair in pairs.get(selected, []) if not pair.sustained]

@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 from tinyllm_ray.errors import ConfigError
 
-_PATIENCE_SECONDS = 10.0
+_PATIENCE_SECONDS = 20.0
 """A killed session's processes are ended within a second or two; one that closes stops Ray, up to 4 s."""
 _HELD: dict[tuple[int, int], BinaryIO] = {}
 """By device and inode."""

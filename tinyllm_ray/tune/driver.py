@@ -23,7 +23,7 @@ from tinyllm_ray.search.study import Study
 from tinyllm_ray.train.outcome import RunningCandidate, build_record
 from tinyllm_ray.train.recipe import learning_rate_sum
 from tinyllm_ray.train.trial import TrialRequest
-from tinyllm_ray.tune.live import Row
+from tinyllm_ray.tune.table import Row
 
 _LEAST_LIMIT_SECONDS = 120.0
 _LIMIT_OVER_UPPER = 3.0

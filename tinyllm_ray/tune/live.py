@@ -2,42 +2,15 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
 
 from tinyllm_ray.clock import format_duration
-from tinyllm_ray.tune.table import plain, rate_words, ratio_words, render
-
-
-@dataclass(frozen=True)
-class Row:
-    """One candidate as shown."""
-
-    candidate: str
-    label: str
-    state: str
-    """A fate, `running`, `pending`, `skipped` or `not started`."""
-    detail: str
-    """The stage of a running candidate, the reason of a fate."""
-    targets_per_second: float | None
-    versus_baseline: float | None
-    """Throughput divided by the baseline's."""
-    seconds: float | None
-    """What the candidate took from request to record."""
-
-
-@dataclass(frozen=True)
-class View:
-    """A study at one moment."""
-
-    title: str
-    rows: Sequence[Row]
-    seconds_left: float
+from tinyllm_ray.tune.table import Row, View, plain, rate_words, ratio_words, render
 
 
 class Display(Protocol):

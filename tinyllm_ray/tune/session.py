@@ -11,8 +11,9 @@ from tinyllm_ray.errors import EXIT_DONE, EXIT_NO_RESULT
 from tinyllm_ray.records import TrialRecord
 from tinyllm_ray.tune.channel import Channel
 from tinyllm_ray.tune.driver import StudyDriver
-from tinyllm_ray.tune.live import Display, Row, View, open_display, say
+from tinyllm_ray.tune.live import Display, open_display, say
 from tinyllm_ray.tune.report import Report, closing_lines
+from tinyllm_ray.tune.table import Row, View
 
 
 class Closing(Protocol):

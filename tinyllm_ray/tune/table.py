@@ -2,16 +2,13 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from tinyllm_ray.clock import format_duration
-
-if TYPE_CHECKING:
-    from tinyllm_ray.tune.live import Row, View
 
 _STYLES = {
     "complete": "green",
@@ -24,13 +21,39 @@ _STYLES = {
 }
 
 
+@dataclass(frozen=True)
+class Row:
+    """One candidate as shown."""
+
+    candidate: str
+    label: str
+    state: str
+    """A fate, `running`, `pending`, `skipped` or `not started`."""
+    detail: str
+    """The stage of a running candidate, the reason of a fate."""
+    targets_per_second: float | None
+    versus_baseline: float | None
+    """Throughput divided by the baseline's."""
+    seconds: float | None
+    """What the candidate took from request to record."""
+
+
+@dataclass(frozen=True)
+class View:
+    """A study at one moment."""
+
+    title: str
+    rows: Sequence[Row]
+    seconds_left: float
+
+
 _STATE_WIDTH, _RATE_WIDTH, _RATIO_WIDTH, _SECONDS_WIDTH, _GAP = 13, 10, 8, 5, 2
 _WIDE = 60
 """Columns from which on state, throughput, ratio and seconds stand beside a label that can be told from others."""
 _LEAST_LABEL, _LEAST_DETAIL = 16, 10
 
 
-def render(view: "View", width: int = 100, height: int = 1000) -> Group:
+def render(view: View, width: int = 100, height: int = 1000) -> Group:
     """The table of a study; no line is wider than `width`, and it has `height` lines at most, 4 where that is less.
 
     Where not all candidates fit, those that run come first, then baseline, fastest and what ended last.
@@ -54,17 +77,17 @@ def plain(text: str) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
-def rate_words(row: "Row") -> str:
+def rate_words(row: Row) -> str:
     """Targets a second; empty where there are none."""
     return "" if row.targets_per_second is None else f"{row.targets_per_second:,.0f}"
 
 
-def ratio_words(row: "Row") -> str:
+def ratio_words(row: Row) -> str:
     """Beside the baseline; empty where nobody knows."""
     return "" if row.versus_baseline is None else f"{row.versus_baseline:.2f}x"
 
 
-def _most_telling(rows: Sequence["Row"], room: int) -> list["Row"]:
+def _most_telling(rows: Sequence[Row], room: int) -> list[Row]:
     """So many of them, in their order."""
     measured = [row for row in rows if row.targets_per_second]
     fastest = max(measured, key=lambda row: row.targets_per_second or 0.0, default=None)
@@ -76,7 +99,7 @@ def _most_telling(rows: Sequence["Row"], room: int) -> list["Row"]:
     return [row for row in rows if id(row) in keep]
 
 
-def _wide_table(rows: Sequence["Row"], width: int) -> Table:
+def _wide_table(rows: Sequence[Row], width: int) -> Table:
     figures = _STATE_WIDTH + _RATE_WIDTH + _RATIO_WIDTH + _SECONDS_WIDTH + 4 * _GAP
     label_width = min(max((len(row.label) for row in rows), default=0), max(_LEAST_LABEL, width - figures))
     detail_width = width - label_width - figures - _GAP
@@ -101,7 +124,7 @@ def _wide_table(rows: Sequence["Row"], width: int) -> Table:
     return table
 
 
-def _narrow_table(rows: Sequence["Row"], width: int) -> Table:
+def _narrow_table(rows: Sequence[Row], width: int) -> Table:
     """A candidate has its throughput, or its state where it has none."""
     label_width = max(1, width - _STATE_WIDTH - _RATIO_WIDTH - 2 * _GAP)
     table = _empty_table()
@@ -118,9 +141,9 @@ def _empty_table() -> Table:
     return Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
 
 
-def _state(row: "Row") -> Text:
+def _state(row: Row) -> Text:
     return Text(row.state, style=_style(row))
 
 
-def _style(row: "Row") -> str:
+def _style(row: Row) -> str:
     return _STYLES.get(row.state, "dim")
