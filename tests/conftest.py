@@ -79,7 +79,7 @@ def built_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_module(built_root: Path) -> RunModule:
     """run_module("tinyllm_ray.tune", "--budget", "60s", cwd=...) in a process of its own, over the default cache."""
 
-    def run(module: str, *arguments: object, cwd: Path) -> Finished:
+    def run(module: str, *arguments: object, cwd: Path, timeout: float | None = 200) -> Finished:
         # As of now: a Ray started in this process leaves its kind of authentication here for those that join it.
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         environment |= {"TINYLLM_RAY_CACHE": str(built_root), "COLUMNS": "200"}
@@ -90,7 +90,7 @@ def run_module(built_root: Path) -> RunModule:
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=200,
+            timeout=timeout,
             check=False,
         )
         return Finished(done.returncode, done.stdout)

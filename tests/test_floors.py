@@ -31,8 +31,7 @@ STANDARD_LIBRARY_ONLY = (
     "tune.child",
     "tune.mirror",
     "tune.sessions",
-    "tune.child",
-    "tune.terminal",
+    "tune.preset_names",
     "tune.processes",
     "tune.terminal",
 )

@@ -272,8 +272,8 @@ def test_the_fingerprint_changes_with_what_compiled_code_depends_on(
     command(commands, "nvidia-smi", SMI.replace("GH200", "H200"))
     seen.add(now())
     for package in ("torch", "triton"):
-        versions = {**environment._versions(), package: "9.9"}
-        monkeypatch.setattr(environment, "_versions", lambda versions=versions: versions)
+        versions = {**environment.installed_versions(), package: "9.9"}
+        monkeypatch.setattr(environment, "installed_versions", lambda versions=versions: versions)
         seen.add(now())
     monkeypatch.setattr(environment, "_cpu_model", lambda: "another")
     seen.add(now())

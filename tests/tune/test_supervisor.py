@@ -325,6 +325,50 @@ def test_a_process_that_cannot_be_ended_is_named(monkeypatch: pytest.MonkeyPatch
         process.wait()
 
 
+def test_studies_that_follow_each_other_have_their_records_in_folders_of_their_own(out: Path, node_local: Path) -> None:
+    """Sent in one breath, so that the supervisor reads them together."""
+    body = """
+    import json
+    def line(kind, **fields):
+        return json.dumps({"type": kind, **fields}) + "\\n"
+    messages = ""
+    for study in ("first", "second", "third"):
+        os.mkdir(out + "/" + study)
+        messages += line("out", study=study, path=out + "/" + study)
+        messages += "".join(line("record", number=number, record={"number": number}) for number in range(len(study)))
+    os.write(channel._descriptor, messages.encode())
+    channel.send("done", exit_status=0)
+    """
+    outcome = run(body, out=str(out))
+    assert (outcome.exit_status, outcome.mirrored) == (0, True)
+    assert outcome.journal == out / "third" / "trials.jsonl"
+    for study in ("first", "second", "third"):
+        assert numbers(out / study / "trials.jsonl") == list(range(len(study)))
+    assert list(node_local.iterdir()) == []
+
+
+def test_one_folder_of_several_that_is_gone_keeps_its_records_here_and_is_named(
+    out: Path, node_local: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    body = """
+    import shutil
+    for study in ("first", "second"):
+        os.mkdir(out + "/" + study)
+    os.rmdir(out + "/first")
+    for number, study in enumerate(("first", "second")):
+        channel.send("out", study=study, path=out + "/" + study)
+        record(number)
+    channel.send("done", exit_status=0)
+    """
+    outcome = run(body, out=str(out))
+    assert (outcome.exit_status, outcome.mirrored) == (0, False)
+    assert outcome.journal is not None
+    assert outcome.journal.parent == node_local / "first"
+    assert numbers(outcome.journal) == [0]
+    assert numbers(out / "second" / "trials.jsonl") == [1]
+    assert f"{out / 'first' / 'trials.jsonl'} lags behind" in capfd.readouterr().err
+
+
 def test_a_flood_of_records_survives_a_kill(out: Path) -> None:
     """None lost, none twice: every record whose sending returned is there, in order."""
     body = """

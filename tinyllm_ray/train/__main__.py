@@ -33,6 +33,8 @@ examples:
   python -m tinyllm_ray.train --config OUT/selected.yaml --out runs/tuned
       the recipe under the execution that the tuner selected, started with what the study compiled; kernels, throughput
       and seconds are compared with what it promised, and result.json has both
+  python -m tinyllm_ray.train --config 50m --decisions studies/all/decisions.yaml --out runs/50m
+      a preset under the execution that was found for its shape on this kind of device
   python -m tinyllm_ray.train --config 20m --set training.max_updates=100 --out runs/short
       a preset with settings changed
   python -m tinyllm_ray.train --config 20m --set output.checkpoint=interval --set output.checkpoint_interval=500 \\
@@ -98,6 +100,12 @@ def build_parser() -> Parser:
         "checkpoint's folder named here. The recipe has to be the same; execution, device and output may differ",
     )
     parser.add_argument(
+        "--decisions",
+        metavar="FILE",
+        help="train under the execution that this decision file of the tuner has for the recipe's shape, this device "
+        "and these versions; says so where it has none, and keeps the configuration's own",
+    )
+    parser.add_argument(
         "--stop-at", type=int, metavar="UPDATE", help="end after this update as a signal would, with exit status 0"
     )
     return parser
@@ -130,6 +138,8 @@ def _run(options: argparse.Namespace, interruption: Interruption, stages: Stages
         from tinyllm_ray.train.trainer import choose_device
 
         os.environ.update(cache_variables(folder.result()))  # read at the first compilation
+        if options.decisions is not None:
+            config = _decided(config, options)
         stages.end("imports")
         cache = staged_copy(open_cache(config.data.cache or default_cache()))
         check_fits(config, cache)
@@ -237,6 +247,13 @@ def _use_compiled(config: "Config", folder: Path) -> None:
     line = use_compiled(promise.compiled, folder, source_identity().sha256)
     logging.getLogger(__name__).info("%s", line)
     say(line, sys.stderr)
+
+
+def _decided(config: "Config", options: argparse.Namespace) -> "Config":
+    """Under the execution that the decision file has for it on this device."""
+    from tinyllm_ray.tune.decided import follow_decision
+
+    return follow_decision(config, options.decisions, options.set, lambda line: say(line, sys.stderr))
 
 
 def _checkpoint(options: argparse.Namespace, config: "Config", cache: "TokenCache") -> "Checkpoint | None":

@@ -18,6 +18,7 @@ from tinyllm_ray.tune.budget import seconds_left
 from tinyllm_ray.tune.channel import STUDY_COMMAND
 from tinyllm_ray.tune.going_on import going_on
 from tinyllm_ray.tune.page.maker import bring_up_to_date
+from tinyllm_ray.tune.preset_names import preset_list, study_folders
 from tinyllm_ray.tune.supervisor import process_age_seconds, supervise
 
 _EPILOG = """commands beside studying, each with its own --help:
@@ -33,6 +34,8 @@ examples:
   python -m tinyllm_ray.tune --budget 10m --config mine.yaml --set training.tokens_per_update=65536
   python -m tinyllm_ray.tune --budget 45m --out studies/50m --resume
       go on with a study that was ended, within what is left of its budget; begin it where there is none yet
+  python -m tinyllm_ray.tune --budget 2h --presets 20m,50m,90m --out studies/all
+      a study each within one budget; studies/all/decisions.yaml says what to train each shape with
 
 OUT holds report.html (the study for people), selected.yaml (the configuration to train with), summary.json,
 trials.jsonl (a record a line) and candidates/ (a configuration and a log each).
@@ -87,7 +90,8 @@ def _supervise(options: argparse.Namespace, arguments: list[str]) -> int:
     deadline = Deadline.after(seconds_within_allocation(whole.remaining(), os.environ))
     outcome = supervise(STUDY_COMMAND, request=request, deadline=deadline)
     if outcome.mirrored:  # the folder is this study's, and its file system answers
-        bring_up_to_date(out, deadline)
+        for folder in study_folders(out, preset_list(options.presets)):
+            bring_up_to_date(folder, deadline)
     if outcome.journal and (line := going_on(arguments, out, outcome.exit_status, whole.remaining())):
         say(line, sys.stderr)
     return outcome.exit_status
@@ -110,6 +114,11 @@ def build_parser() -> Parser:
         "packed8-20m-awc, 50m, 90m, 250m, 500m (default: what fits the machine)",
     )
     recipe.add_argument("--config", metavar="FILE", help="recipe from a YAML file")
+    recipe.add_argument(
+        "--presets",
+        metavar="NAME,NAME",
+        help="several recipes, which share the budget and learn from each other; a folder each in --out",
+    )
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting; may be given several times"
     )
@@ -132,6 +141,9 @@ def build_parser() -> Parser:
     parser.add_argument("--out", type=Path, help="folder of the study (default: studies/ and the time)")
     parser.add_argument(
         "--resume", action="store_true", help="go on with the study in --out; begin it where there is none"
+    )
+    parser.add_argument(
+        "--decisions", metavar="FILE", help="add the answer to this decision file, for `train --decisions FILE`"
     )
     parser.add_argument("--address", help="Ray cluster to join (default: $RAY_ADDRESS, else a local one is started)")
     parser.add_argument(
@@ -164,6 +176,8 @@ def _request(options: argparse.Namespace, budget: float, age: float) -> dict[str
         "out": str(options.out or Path("studies") / time.strftime("%Y%m%d-%H%M%S")),
         "resume": options.resume,
         "retry": [word.strip() for word in options.retry.split(",") if word.strip()],
+        "presets": preset_list(options.presets),
+        "decisions": [options.decisions] if options.decisions else [],
         "address": options.address or os.environ.get("RAY_ADDRESS") or None,
     }
 

@@ -14,6 +14,7 @@ from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.search.objective import Objective, ObjectiveKind
 from tinyllm_ray.search.retry import fates_to_retry
 from tinyllm_ray.search.space import Space, load_space, parse_space
+from tinyllm_ray.tune.decisions import read_decisions
 from tinyllm_ray.validation import explain
 
 PLANNED_RUNS = 100
@@ -53,6 +54,10 @@ class StudyRequest(BaseModel):
     """A Ray cluster to join."""
     callbacks: dict[str, Any] | None = None
     """Ray Tune callbacks as `cluster.callbacks` packs them; None writes TensorBoard's event files."""
+    presets: list[str] = []
+    """Several recipes that share the budget (`tune.several`), in place of `recipe`."""
+    decisions: list[Path] = []
+    """Decision files that what the study comes to is added to."""
 
     def objective_of(self, config: Config) -> Objective:
         """What a study of this recipe is after."""
@@ -102,6 +107,9 @@ def check_request(request: StudyRequest) -> Asked:
     fates_to_retry(request.retry, request.resume)
     if request.runs < 1:
         raise ConfigError(f"--runs: {request.runs} is no number of trainings; give 1 or more")
+    for file in request.decisions:
+        if file.exists():
+            read_decisions(file)  # found damaged at the study's end it would be too late
     if config is not None and config.data.cache is not None:
         # Trials run in folders of their own, so the path has to hold from anywhere.
         folder = Path(config.data.cache).expanduser().resolve()

@@ -1,7 +1,9 @@
 """A running study as its people see it: what is said and shown, the report kept up to date, and one end."""
 
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Protocol
 
 from rich.console import Console
 
@@ -14,11 +16,34 @@ from tinyllm_ray.tune.report import Report
 from tinyllm_ray.tune.table import Row, View
 
 
+class Closing(Protocol):
+    """What a signal ends."""
+
+    def close(self, ended: str | None, *, interrupted: bool = False) -> int:
+        """End with the reason given; returns the exit status. Once, from whatever thread it comes."""
+
+
+class Holder(Protocol):
+    """Who runs a study: its line to the supervisor, and the session as soon as there is one."""
+
+    channel: Channel
+    session: Closing | None
+
+
 class Session:
     """Publishes records, shows candidates, rewrites the report; `close` counts once, from whatever thread it comes."""
 
-    def __init__(self, driver: StudyDriver, report: Report, channel: Channel, console: Console) -> None:
+    def __init__(
+        self,
+        driver: StudyDriver,
+        report: Report,
+        channel: Channel,
+        console: Console,
+        decide: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`decide` keeps what the study came to for others, once its report stands."""
         self._driver = driver
+        self._decide = decide
         self._report = report
         self._channel = channel
         self._console = console
@@ -42,6 +67,7 @@ class Session:
                 self._write_report()
                 for line in self._report.closing_lines(self._driver):
                     say(self._console, line)
+                self._decide()
                 self._status = self._report.exit_status(self._driver)
                 # From here on nothing counts but the end: a Ray that does not shut down costs DONE_SECONDS at most.
                 self._channel.send("done", exit_status=self._status)

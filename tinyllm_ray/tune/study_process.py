@@ -18,7 +18,7 @@ from tinyllm_ray.tune.processes import STUDY_VARIABLE, end_processes
 from tinyllm_ray.tune.supervisor import process_age_seconds
 
 if TYPE_CHECKING:
-    from tinyllm_ray.tune.session import Session
+    from tinyllm_ray.tune.session import Closing
 
 _LOOK_SECONDS = 0.05
 _DEADLINE_SLACK_SECONDS = 0.5
@@ -30,7 +30,7 @@ class Work:
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self.session: Session | None = None
+        self.session: Closing | None = None
         """There as soon as there is something to report."""
         self.verdict: tuple[int, str | None] | None = None
         """Exit status and message, once it is over."""

@@ -17,13 +17,16 @@ from tinyllm_ray.clock import Deadline
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache, open_cache
 from tinyllm_ray.measure.environment import usable_cores
+from tinyllm_ray.search.earlier import EarlierStudy
 from tinyllm_ray.search.fitting import FittedSpace, fit_space
 from tinyllm_ray.search.paired import RESERVED_SHARE, PairedVerifier
+from tinyllm_ray.search.priors import Priors
 from tinyllm_ray.search.retry import fates_to_retry, retried
 from tinyllm_ray.search.study import Study
 from tinyllm_ray.train.compile_cache import compile_cache_folder
 from tinyllm_ray.train.recipe import check_fits
 from tinyllm_ray.train.show import PipeConsole
+from tinyllm_ray.tune.decided import record_decision
 from tinyllm_ray.tune.driver import StudyDriver
 from tinyllm_ray.tune.folder import CANDIDATES, Definition, Earlier, begin_study, open_folder, refuse_early
 from tinyllm_ray.tune.live import say
@@ -31,7 +34,7 @@ from tinyllm_ray.tune.mirror import private_folder
 from tinyllm_ray.tune.page.maker import PageMaker
 from tinyllm_ray.tune.report import Report
 from tinyllm_ray.tune.request import Asked, StudyRequest, check_request
-from tinyllm_ray.tune.session import Session
+from tinyllm_ray.tune.session import Holder, Session
 from tinyllm_ray.tune.supervisor import process_age_seconds
 from tinyllm_ray.tune.watching import watched
 
@@ -65,21 +68,26 @@ def run(work: "Work") -> int:
             # A GPU runs whatever any machine runs.
             fit_space(asked.space, asked.config, "cuda", usable_cores())
     compile_cache_folder()
-    return _run_on_ray(request, asked, earlier, out, work, deadline)
+    return study_on_ray(request, asked, earlier, out, work, deadline)
 
 
-def _run_on_ray(
-    request: StudyRequest, asked: Asked, earlier: Earlier | None, out: Path, work: "Work", deadline: Deadline
+def study_on_ray(
+    request: StudyRequest,
+    asked: Asked,
+    earlier: Earlier | None,
+    out: Path,
+    work: Holder,
+    deadline: Deadline,
+    ray: "tuple[Connection, bool] | None" = None,
+    learned: tuple[EarlierStudy, ...] = (),
 ) -> int:
+    """The study on `ray` (what `started_ray` gives), or on one of its own; `learned` is what it begins with."""
     from tinyllm_ray.cluster.callbacks import DEFAULT, unpack_callbacks
-    from tinyllm_ray.cluster.connect import connect
     from tinyllm_ray.cluster.trials import concurrency, resources
 
     callbacks = DEFAULT if request.callbacks is None else unpack_callbacks(request.callbacks)
     console = PipeConsole(stderr=True)
-    say(console, f"budget {request.budget}; starting Ray")
-    with connect(request.address) as connection, claim_machine(console, connection) as alone:
-        say(console, _describe(connection))
+    with nullcontext(ray) if ray else started_ray(request, console) as (connection, alone):
         config, space, notes = asked.for_machine(connection.device_kind)
         fitted = fit_space(space, config, connection.device_kind, int(resources(connection)["CPU"]))
         for note in [*notes, *fitted.notes]:
@@ -101,6 +109,7 @@ def _run_on_ray(
                 objective=objective,
                 verifier=PairedVerifier(fitted.protocol, RESERVED_SHARE * request.total_seconds, objective),
                 devices=concurrency(connection),
+                priors=Priors(fitted.device_kind, earlier=learned),
             ),
             study_id=definition.study,
             config=config,
@@ -119,11 +128,25 @@ def _run_on_ray(
             earlier_sessions=earlier.sessions if earlier else (),
             page=PageMaker(out, functools.partial(say, console)),
         )
-        work.session = Session(driver, report, work.channel, console)
+        decide = functools.partial(
+            record_decision, driver.study, definition.study, config, request.decisions, functools.partial(say, console)
+        )
+        session = work.session = Session(driver, report, work.channel, console, decide)
         lost = measure(driver, report, connection, cache, watched(driver, report, callbacks, console))
-        status = work.session.close(driver.end or lost)
-    work.session.settle()
+        status = session.close(driver.end or lost)
+    session.settle()
     return status
+
+
+@contextmanager
+def started_ray(request: StudyRequest, console: Console) -> "Iterator[tuple[Connection, bool]]":
+    """Ray as the request has it, and whether no other study measures on this machine."""
+    from tinyllm_ray.cluster.connect import connect
+
+    say(console, f"budget {request.budget}; starting Ray")
+    with connect(request.address) as connection, claim_machine(console, connection) as alone:
+        say(console, _describe(connection))
+        yield connection, alone
 
 
 def measure(

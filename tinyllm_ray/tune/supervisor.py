@@ -91,7 +91,10 @@ class _Study:
     session: str
     began: float
     """On time.monotonic; what came before the supervisor itself counts too."""
-    journal: MirroredJournal | None = None
+    shares: bool
+    """Whether several studies share the budget, so that the seconds of each count from its own begin."""
+    journals: list[MirroredJournal] = field(default_factory=list)
+    """Of the studies that share the budget, one after the other; records go to the last."""
     standing: int = EXIT_NO_RESULT
     verdict: int | None = None
     message: str | None = None
@@ -120,7 +123,7 @@ def supervise(
     """
     started = time.monotonic()
     marker = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
-    study = _Study(private_folder(), marker, began=started - request.get("age_seconds", 0.0))
+    study = _Study(private_folder(), marker, started - request.get("age_seconds", 0.0), bool(request.get("presets")))
     last_call = deadline.earlier_by(min(grace_seconds, max(0.0, deadline.remaining()) / 10))
     with _collected_signals(study.signals):
         keeper = start_helper(guard, marker)
@@ -144,8 +147,9 @@ def supervise(
         while (messages := lines.read(0)) is not None and deadline.remaining() > -LATE_SECONDS:
             _receive(study, lines, messages)
         lines.close()
-        mirrored = study.journal is not None and _finish(study.journal, study.signals, deadline)
-    records = (study.journal.target if mirrored else study.journal.path) if study.journal else None
+        behind = [journal for journal in study.journals if not _finish(journal, study.signals, deadline)]
+    lagging, last = next(iter(behind), None), next(reversed(study.journals), None)
+    records = lagging.path if lagging else last.target if last else None
     return Outcome(
         exit_status=_exit_status(study, child.poll(), records),
         cut=study.cut,
@@ -153,7 +157,7 @@ def supervise(
         elapsed_seconds=time.monotonic() - started,
         survivors=tuple(survivors),
         journal=records,
-        mirrored=mirrored,
+        mirrored=bool(study.journals) and not behind,
     )
 
 
@@ -184,13 +188,17 @@ def _watch(
 
 
 def _receive(study: _Study, lines: Lines, messages: list[dict[str, Any]]) -> None:
-    records = {}
+    records: dict[int, dict[str, Any]] = {}
     for message in messages:
         match message:
             case {"type": "out", "study": str(identifier), "path": str(path)}:
-                assert study.journal is None, "the study named its OUT twice"
+                _keep(study, lines, records)
+                records = {}
+                for earlier in study.journals[-1:]:
+                    earlier.close()
+                began = time.monotonic() if study.shares else study.began
                 target = Path(path).absolute()
-                study.journal = MirroredJournal(study.folder, identifier, target, study.session, study.began)
+                study.journals.append(MirroredJournal(study.folder, identifier, target, study.session, began))
             case {"type": "record", "number": int(number), "record": dict(record)}:
                 records[number] = record
             case {"type": "standing", "exit_status": int(status)}:
@@ -204,9 +212,13 @@ def _receive(study: _Study, lines: Lines, messages: list[dict[str, Any]]) -> Non
                 pass  # the first verdict counts, whatever becomes of the clean-up after it
             case _:
                 raise AssertionError(f"the study sent an unknown message: {message}")
+    _keep(study, lines, records)
+
+
+def _keep(study: _Study, lines: Lines, records: dict[int, dict[str, Any]]) -> None:
     if records:
-        assert study.journal is not None, "the study sent a record before it named its OUT"
-        study.journal.append(list(records.values()))
+        assert study.journals, "the study sent a record before it named its OUT"
+        study.journals[-1].append(list(records.values()))
         lines.acknowledge(max(records))
 
 

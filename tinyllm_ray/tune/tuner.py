@@ -27,7 +27,9 @@ from tinyllm_ray.tune.budget import SUMMARY, seconds_left
 from tinyllm_ray.tune.channel import STUDY_COMMAND
 from tinyllm_ray.tune.folder import SELECTED, TRIALS
 from tinyllm_ray.tune.page.maker import bring_up_to_date
+from tinyllm_ray.tune.preset_names import study_folders
 from tinyllm_ray.tune.request import PLANNED_RUNS, StudyRequest, check_request
+from tinyllm_ray.tune.several_folder import read_whole
 from tinyllm_ray.tune.supervisor import supervise
 
 if TYPE_CHECKING:
@@ -62,6 +64,9 @@ class TuneResult:
         if not (folder / SUMMARY).is_file():
             raise ConfigError(f"{folder}: there is no study here ({SUMMARY} is missing)")
         summary = json.loads((folder / SUMMARY).read_text())
+        if "studies" in summary:
+            names = ", ".join(one["name"] for one in summary["studies"])
+            raise ConfigError(f"{folder}: several studies lie here; name one of them: {names}")
         if summary["selected"] is None:
             raise NoResultError(f"{folder}: no candidate gave a figure that can be believed; see {SUMMARY}")
         records = tuple(read_records(folder / TRIALS))
@@ -127,6 +132,7 @@ class Tuner:
         retry: Sequence[str] = (),
         address: str | None = None,
         callbacks: Sequence[Any] | None = None,
+        decisions: str | Path | None = None,
     ) -> None:
         """Everything is checked here, the machine's part in `fit`. Raises ConfigError.
 
@@ -143,6 +149,7 @@ class Tuner:
             address: Ray cluster to join; None: $RAY_ADDRESS, else a local one is started.
             callbacks: Ray Tune's, like `[WandbLoggerCallback(project="tiny")]`, which run in the study's process and
                 hear of every window and record; None writes TensorBoard's event files to `out`/callbacks, [] nothing.
+            decisions: decision file that the answer is added to.
         """
         if preset is not None and config is not None:
             raise ConfigError("preset and config both name a recipe; give one of them")
@@ -165,6 +172,7 @@ class Tuner:
             retry=list(retry),
             address=address or os.environ.get("RAY_ADDRESS") or None,
             callbacks=None if callbacks is None else _packed(callbacks),
+            decisions=[Path(decisions)] if decisions else [],
         )
         check_request(self.request)
 
@@ -174,25 +182,52 @@ class Tuner:
         Raises ConfigError for what turns out not to fit the machine or the folder, NoResultError when nothing was
         measured that can be believed, KeyboardInterrupt after Ctrl-C (the folder then holds what was measured).
         """
-        request, began = self.request, time.monotonic()
-        deadline = Deadline(began + seconds_left(request.total_seconds, Path(request.out), request.resume))
-        values = request.model_dump(mode="json", exclude={"budget_seconds"})
-        values["age_seconds"] = time.monotonic() - began
-        outcome = supervise(STUDY_COMMAND, request=values, deadline=deadline)
-        if outcome.mirrored:  # the folder is this study's, and its file system answers
-            bring_up_to_date(Path(request.out), deadline)
-        if outcome.exit_status == EXIT_DONE and outcome.mirrored:
-            return TuneResult.read(self.request.out)
-        if outcome.exit_status == EXIT_DONE:  # reading it might hang, too
-            raise TinyllmRayError(f"{request.out} cannot be read; every record is in {outcome.journal}")
-        message = outcome.message or f"the study ended with status {outcome.exit_status}"
-        if outcome.exit_status == EXIT_USER:
-            raise ConfigError(message)
-        if outcome.exit_status == EXIT_NO_RESULT:
-            raise NoResultError(message)
-        if outcome.exit_status == EXIT_SIGINT:
-            raise KeyboardInterrupt(message)
-        raise TinyllmRayError(message)
+        _fit(self.request)
+        return TuneResult.read(self.request.out)
+
+
+def tune_presets(presets: Sequence[str], **settings: Any) -> dict[str, TuneResult]:
+    """Studies of several recipes within one budget, each beginning with what the earlier ones showed.
+
+    `settings` are Tuner's, without preset and config; `presets` are names or YAML files, the quickest to measure first.
+    The result has those that came to an answer, by the name of their folder in `out`, which also holds the decision
+    file of all. Raises as Tuner and its `fit` do, NoResultError where none came to an answer.
+
+    >>> from tinyllm_ray.tune import tune_presets
+    >>> results = tune_presets(["20m", "50m", "90m"], budget="2h", out="studies/all")
+    >>> results["50m"].config.execution
+    """
+    if isinstance(presets, str) or not presets:
+        raise ConfigError(f'presets: {presets!r} is no list of recipes; give some, like ["20m", "50m"]')
+    request = [Tuner(preset=preset, **settings).request for preset in presets][-1]
+    _fit(request.model_copy(update={"recipe": None, "presets": list(presets)}))
+    studies = read_whole(Path(request.out))["studies"]
+    answered = [one["name"] for one in studies if one["selected"]]
+    return {name: TuneResult.read(Path(request.out) / name) for name in answered}
+
+
+def _fit(request: StudyRequest) -> None:
+    """Run what is requested, under a supervisor; returns where there is an answer that can be read."""
+    out, began = Path(request.out), time.monotonic()
+    deadline = Deadline(began + seconds_left(request.total_seconds, out, request.resume))
+    values = request.model_dump(mode="json", exclude={"budget_seconds"})
+    values["age_seconds"] = time.monotonic() - began
+    outcome = supervise(STUDY_COMMAND, request=values, deadline=deadline)
+    if outcome.mirrored:  # the folder is this study's, and its file system answers
+        for folder in study_folders(out, request.presets):
+            bring_up_to_date(folder, deadline)
+    if outcome.exit_status == EXIT_DONE and outcome.mirrored:
+        return
+    if outcome.exit_status == EXIT_DONE:  # reading it might hang, too
+        raise TinyllmRayError(f"{request.out} cannot be read; every record is in {outcome.journal}")
+    message = outcome.message or f"the study ended with status {outcome.exit_status}"
+    if outcome.exit_status == EXIT_USER:
+        raise ConfigError(message)
+    if outcome.exit_status == EXIT_NO_RESULT:
+        raise NoResultError(message)
+    if outcome.exit_status == EXIT_SIGINT:
+        raise KeyboardInterrupt(message)
+    raise TinyllmRayError(message)
 
 
 def _packed(callbacks: Sequence[Any]) -> dict[str, Any]:
