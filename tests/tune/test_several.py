@@ -16,7 +16,7 @@ from tinyllm_ray.data.prepare import CACHE_VARIABLE
 from tinyllm_ray.records import TrialRecord, read_records
 from tinyllm_ray.tune.decisions import Shape, read_decisions
 
-pytestmark = pytest.mark.timeout(2400)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 BUDGET_SECONDS = 1200
 """Far more than it takes, so that a slow machine changes nothing; each study ends when its space is exhausted."""
@@ -118,7 +118,6 @@ def test_the_list_of_studies_leads_to_each(out: Path, summary: dict[str, Any]) -
     assert f"Ended: {summary['ended']}." in page
 
 
-@pytest.mark.slow
 def test_a_training_follows_the_decision_and_says_so(out: Path, folder: Path, run_module: RunModule) -> None:
     decided = load(out / "large" / "selected.yaml").execution
     changed = ["--set", "training.max_updates=1", "--set", "optimizer.weight_decay=0.2"]
@@ -131,7 +130,6 @@ def test_a_training_follows_the_decision_and_says_so(out: Path, folder: Path, ru
     assert config.optimizer.weight_decay == 0.2
 
 
-@pytest.mark.slow
 def test_where_no_recipe_can_be_studied_it_is_a_mistake_and_nothing_is_written(
     folder: Path, run_module: RunModule
 ) -> None:
@@ -143,7 +141,6 @@ def test_where_no_recipe_can_be_studied_it_is_a_mistake_and_nothing_is_written(
     assert not (folder / "wrong").exists()
 
 
-@pytest.mark.slow
 def test_a_finished_whole_is_gone_on_with_for_nothing_and_another_is_refused(
     out: Path, folder: Path, run_module: RunModule
 ) -> None:
@@ -164,7 +161,6 @@ def test_a_finished_whole_is_gone_on_with_for_nothing_and_another_is_refused(
     assert {name: records(out / name) for name in ("small", "large")} == before
 
 
-@pytest.mark.slow
 def test_ctrl_c_keeps_what_was_measured_and_resume_studies_the_rest(built_root: Path, folder: Path) -> None:
     asked = [sys.executable, "-m", "tinyllm_ray.tune", *command("small.yaml,large.yaml")]
     asked[asked.index("all")] = "broken"
@@ -194,7 +190,6 @@ def test_ctrl_c_keeps_what_was_measured_and_resume_studies_the_rest(built_root: 
     assert len(read_decisions(out / "decisions.yaml")) == 2
 
 
-@pytest.mark.slow
 def test_python_gives_a_result_for_each_recipe(
     built_root: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

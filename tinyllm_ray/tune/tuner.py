@@ -193,9 +193,14 @@ def tune_presets(presets: Sequence[str], **settings: Any) -> dict[str, TuneResul
     The result has those that came to an answer, by the name of their folder in `out`, which also holds the decision
     file of all. Raises as Tuner and its `fit` do, NoResultError where none came to an answer.
 
-    >>> from tinyllm_ray.tune import tune_presets
-    >>> results = tune_presets(["20m", "50m", "90m"], budget="2h", out="studies/all")
-    >>> results["50m"].config.execution
+    >>> from pathlib import Path
+    >>> from tinyllm_ray.tune import Space, tune_presets
+    >>> _ = Path("wide.yaml").write_text("{preset: nano, model: {width: 96}}")
+    >>> short = {"warmup_updates": 1, "windows": 2, "updates_per_window": 2}
+    >>> space = Space(baseline={}, factors={"sdpa_backend": ["auto", "math"]}, protocol=short)
+    >>> results = tune_presets(["nano", "wide.yaml"], space=space, budget="20m", runs=1, out="studies/sizes")
+    >>> list(results), results["wide"].config.model.width
+    (['nano', 'wide'], 96)
     """
     if isinstance(presets, str) or not presets:
         raise ConfigError(f'presets: {presets!r} is no list of recipes; give some, like ["20m", "50m"]')
