@@ -4,6 +4,7 @@ It belongs neither to the recipe nor to the execution: a training does the same 
 workload that it names, and says nothing about any other.
 """
 
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 from pydantic import Field, StrictBool
@@ -53,3 +54,11 @@ class Promise(Section):
     kernel_milliseconds: dict[str, Number]
     """An update's kernel time by category."""
     compiled: CompiledFile | None = None
+
+    def naming(self, name_of: Callable[[str], str]) -> "Promise":
+        """The same with another name of the compiled file, made of the one it has."""
+        if self.compiled is None:
+            return self
+        return self.model_copy(
+            update={"compiled": self.compiled.model_copy(update={"file": name_of(self.compiled.file)})}
+        )

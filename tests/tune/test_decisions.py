@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from promises import promised
 
 from tinyllm_ray.config import Config, load
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.execution import ExecutionConfig
 from tinyllm_ray.train.__main__ import main as train
 from tinyllm_ray.tune.decided import follow_decision, place_here
-from tinyllm_ray.tune.decisions import Decision, Place, Promise, Shape, add_decision, find, nearest, read_decisions
+from tinyllm_ray.tune.decisions import Decision, Place, Shape, add_decision, find, nearest, read_decisions
 
 HERE = Place(device="NVIDIA H200", cores=None, versions={"torch": "2.11.0", "cuda": "12.8"})
 
@@ -21,12 +22,15 @@ HERE = Place(device="NVIDIA H200", cores=None, versions={"torch": "2.11.0", "cud
 def decision(
     config: Config | None = None, study: str = "first", place: Place = HERE, verified: bool = True, **execution: Any
 ) -> Decision:
+    config = config or load("20m")
+    promise = promised(config.with_execution(execution), 1.9e6, study=study, verified=verified).tuned
+    assert promise is not None
     return Decision(
-        shape=Shape.of(config or load("20m")),
+        shape=Shape.of(config),
         place=place,
         execution=ExecutionConfig(**execution),
-        promise=Promise(targets_per_second=1.9e6, low=1.88e6, high=1.92e6, speedup=1.1, verified=verified),
-        study=study,
+        promise=promise,
+        speedup=1.1,
         date="2026-01-02T03:04:05Z",
     )
 
@@ -93,7 +97,7 @@ def test_a_later_study_of_the_same_replaces_and_others_stay(file: Path) -> None:
     other = decision(load("50m"), "other")
     for one in (decision(), other, decision(study="second", update="compiled")):
         assert add_decision(file, one)
-    assert {one.study for one in read_decisions(file)} == {"other", "second"}
+    assert {one.promise.study for one in read_decisions(file)} == {"other", "second"}
     found = find(read_decisions(file), Shape.of(load("20m")), HERE)
     assert found is not None
     assert found.execution.update == "compiled"
@@ -102,10 +106,10 @@ def test_a_later_study_of_the_same_replaces_and_others_stay(file: Path) -> None:
 def test_what_was_verified_is_not_replaced_by_what_was_not_but_by_its_own_study(file: Path) -> None:
     assert add_decision(file, decision(study="sure"))
     assert not add_decision(file, decision(study="hasty", verified=False, update="graph"))
-    assert [one.study for one in read_decisions(file)] == ["sure"]
+    assert [one.promise.study for one in read_decisions(file)] == ["sure"]
     assert add_decision(file, decision(study="sure", verified=False, update="graph")), "as it now sees it"
     assert add_decision(file, decision(study="hasty", verified=False))
-    assert [one.study for one in read_decisions(file)] == ["hasty"]
+    assert [one.promise.study for one in read_decisions(file)] == ["hasty"]
 
 
 def test_studies_that_end_at_once_lose_nothing(file: Path) -> None:
@@ -170,7 +174,7 @@ def test_the_nearest_is_the_one_with_fewest_differences() -> None:
     near = decision(load("20m", ["training.tokens_per_update=32768"]), "near")
     found = nearest([far, near], Shape.of(load("20m")), HERE)
     assert found is not None
-    assert found[0].study == "near"
+    assert found[0].promise.study == "near"
     assert found[1] == ["tokens_per_update 32768, here 131072"]
     assert nearest([], Shape.of(load("20m")), HERE) is None
 
@@ -187,10 +191,22 @@ def test_a_training_takes_the_execution_decided_on_here_and_nothing_else(file: P
     assert (followed.execution.micro_batch_size, followed.execution.cpu_threads) == (4, 2)
     assert followed.recipe_identity == asked.recipe_identity
     assert followed.output == asked.output
+    assert followed.tuned == promised(followed, 1.9e6, study="first").tuned, "which the training holds itself to"
     assert said == [
-        f"{file}: the execution that study first decided on (2026-01-02); 1,880,000 to 1,920,000 targets/s are promised"
+        f"{file}: the execution that study first decided on (2026-01-02); 1,890,500 to 1,909,500 targets/s are promised"
     ]
     assert follow_decision(asked, file.parent, [], said.append) == followed, "the folder of a study will do"
+
+
+def test_what_was_compiled_is_looked_for_beside_the_decision_file(file: Path, said: list[str]) -> None:
+    made = decision(load("nano"), place=place_here())
+    code = {"file": "nano/candidates/c1.zip", "sha256": "0" * 64, "machine": "m", "source": "s"}
+    promise = made.promise.model_validate(made.promise.model_dump(mode="json") | {"compiled": code})
+    add_decision(file, made.model_copy(update={"promise": promise}))
+    tuned = follow_decision(load("nano"), file, [], said.append).tuned
+    assert tuned is not None
+    assert tuned.compiled is not None
+    assert tuned.compiled.file == str(file.parent / "nano/candidates/c1.zip")
 
 
 def test_what_a_user_sets_of_the_execution_stays_set(file: Path, said: list[str]) -> None:

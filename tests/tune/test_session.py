@@ -18,6 +18,7 @@ from tinyllm_ray.records import Fate
 from tinyllm_ray.search.fitting import fit_space
 from tinyllm_ray.search.space import load_space
 from tinyllm_ray.search.study import Study
+from tinyllm_ray.train.launcher import COMPILED
 from tinyllm_ray.train.outcome import RunningCandidate, build_record
 from tinyllm_ray.tune.channel import Channel, Lines
 from tinyllm_ray.tune.decided import place_here, record_decision
@@ -182,7 +183,7 @@ def test_what_a_study_comes_to_is_added_to_the_decision_files_and_one_that_fails
     said: list[str] = []
     good, bad = running.out / "all" / "decisions.yaml", running.out / "summary.json" / "decisions.yaml"
     running.session.close("space exhausted")
-    record_decision(running.driver.study, "study", CONFIG, [bad, good], said.append)
+    record_decision(running.driver.study, CONFIG, running.out, [bad, good], said.append)
     assert said[0].startswith(f"the decision is not added: {bad}: cannot be written")
     assert said[1] == f"decision added to {good}"
     (decision,) = read_decisions(good)
@@ -190,13 +191,26 @@ def test_what_a_study_comes_to_is_added_to_the_decision_files_and_one_that_fails
     assert decision.place == place_here().model_copy(update={"versions": decision.place.versions})
     assert decision.place.versions["torch"] == installed_versions()["torch"]
     assert decision.execution.model_dump(mode="json") == request["config"]["execution"]
-    assert decision.promise.low < decision.promise.targets_per_second == 2e3 < decision.promise.high
-    assert (decision.promise.speedup, decision.promise.verified) == (1.0, False)
+    assert decision.promise == load(running.out / "selected.yaml").tuned, "one promise, wherever it is read"
+    assert decision.promise.targets_per_second == pytest.approx(2e3)
+    assert decision.speedup == 1.0
+
+
+def test_what_was_compiled_is_found_from_wherever_the_decision_file_is(running: Running) -> None:
+    request = running.driver.ask()
+    running.measure(request, 20)
+    assert request is not None
+    compiled = running.out / "candidates" / f"{request['candidate']}.{COMPILED}"
+    compiled.write_bytes(b"code")
+    above, apart = running.out / "decisions.yaml", running.out / "apart" / "decisions.yaml"
+    record_decision(running.driver.study, CONFIG, running.out, [above, apart], lambda line: None)
+    named = [one.promise.compiled and one.promise.compiled.file for at in (above, apart) for one in read_decisions(at)]
+    assert named == [f"candidates/{compiled.name}", str(compiled)], "relative where both can be moved as one"
 
 
 def test_a_study_without_an_answer_decides_nothing(running: Running) -> None:
     running.measure(running.driver.ask(), 20, Fate.FAILED, "ValueError: why")
-    record_decision(running.driver.study, "study", CONFIG, [running.out / "decisions.yaml"], pytest.fail)
+    record_decision(running.driver.study, CONFIG, running.out, [running.out / "decisions.yaml"], pytest.fail)
     assert not (running.out / "decisions.yaml").exists()
 
 

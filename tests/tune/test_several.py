@@ -103,7 +103,7 @@ def test_ray_is_started_once_and_the_next_begins_with_what_the_first_showed(stud
 
 
 def test_every_answer_stands_in_one_decision_file(out: Path, summary: dict[str, Any]) -> None:
-    decisions = {one.study: one for one in read_decisions(out / "decisions.yaml")}
+    decisions = {one.promise.study: one for one in read_decisions(out / "decisions.yaml")}
     assert set(decisions) == {one["study"] for one in summary["studies"] if one["study"]}
     for name in ("small", "large"):
         selected = load(out / name / "selected.yaml")

@@ -224,11 +224,8 @@ def _configuration(options: argparse.Namespace) -> "Config":
             raise ConfigError("--config is missing: a preset's name or a YAML file; see --help for examples")
     config = load(source, options.set)
     # As given they would mean other folders where the run is gone on with from elsewhere.
-    if config.tuned is not None and config.tuned.compiled is not None:
-        compiled = Path(source).absolute().parent / config.tuned.compiled.file
-        promise = config.tuned.model_copy(
-            update={"compiled": config.tuned.compiled.model_copy(update={"file": str(compiled)})}
-        )
+    if config.tuned is not None:
+        promise = config.tuned.naming(lambda name: str(Path(source).absolute().parent / name))
         config = config.model_copy(update={"tuned": promise})
     if config.data.cache is not None:
         absolute = {"cache": str(Path(config.data.cache).absolute())}

@@ -18,6 +18,7 @@ from tinyllm_ray import journal
 from tinyllm_ray.config import Config
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.execution import ExecutionConfig
+from tinyllm_ray.promise import Promise
 from tinyllm_ray.validation import explain
 from tinyllm_ray.yamlfile import dump_yaml, read_mapping
 
@@ -70,19 +71,6 @@ class Place(_Part):
     """Of torch, what it was built with, and this package."""
 
 
-class Promise(_Part):
-    """What a training may expect."""
-
-    targets_per_second: float
-    low: float
-    """With `high`, where nine of ten processes lie by what is known of their spread."""
-    high: float
-    speedup: float | None
-    """Over the study's baseline."""
-    verified: bool
-    """Whether pairs of fresh processes say so."""
-
-
 class Decision(_Part):
     """One entry."""
 
@@ -90,7 +78,9 @@ class Decision(_Part):
     place: Place
     execution: ExecutionConfig
     promise: Promise
-    study: str
+    """As in the study's `selected.yaml`; its compiled file is named relative to the decision file, or absolutely."""
+    speedup: float | None
+    """Over the study's baseline."""
     date: str
     """When it was decided, ISO 8601."""
 
@@ -148,7 +138,11 @@ def add_decision(path: Path, decision: Decision, lock_seconds: float = LOCK_SECO
         with _locked(path, lock_seconds):
             known = read_decisions(path) if path.exists() else []
             before = find(known, decision.shape, decision.place)
-            if before and before.study != decision.study and before.promise.verified > decision.promise.verified:
+            if (
+                before
+                and before.promise.study != decision.promise.study
+                and before.promise.verified > decision.promise.verified
+            ):
                 return False
             kept = [one for one in known if one.key != decision.key]
             content = _File(decisions=[*kept, decision]).model_dump(mode="json")

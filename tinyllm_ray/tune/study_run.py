@@ -129,7 +129,7 @@ def study_on_ray(
             page=PageMaker(out, functools.partial(say, console)),
         )
         decide = functools.partial(
-            record_decision, driver.study, definition.study, config, request.decisions, functools.partial(say, console)
+            record_decision, driver.study, config, out, request.decisions, functools.partial(say, console)
         )
         session = work.session = Session(driver, report, work.channel, console, decide)
         lost = measure(driver, report, connection, cache, watched(driver, report, callbacks, console))
