@@ -46,6 +46,11 @@ def write_study(folder: Path, **summary: Any) -> None:
     (folder / "summary.json").write_text(json.dumps(written | summary))
 
 
+def used(seconds: float) -> list[dict[str, Any]]:
+    """One session."""
+    return [{"session": "one", "began": 0.0, "seconds": seconds, "ended": True}]
+
+
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
     folder = tmp_path / "all"
@@ -103,10 +108,10 @@ def test_studies_are_not_begun_anew_and_are_gone_on_with_as_they_were(out: Path)
 
 def test_what_ran_was_cut_what_was_left_out_may_fit_now_and_what_was_done_stays_done(out: Path) -> None:
     ended = [Standing("20m", "done", "space exhausted", 300.0), Standing("mine", "left out", "no"), Standing("90m")]
-    write_whole(out, ended, 600.0, 333.0, "every recipe was studied")
+    write_whole(out, ended, 600.0, used(333.0), "every recipe was studied")
     assert states(open_whole(out, PRESETS, True)) == ["done", "waiting", "waiting"]
     ended[1].state, ended[2].state = "short", "running"
-    write_whole(out, ended, 600.0, 444.0, None)
+    write_whole(out, ended, 600.0, used(444.0), None)
     again = open_whole(out, PRESETS, True)
     assert states(again) == ["done", "short", "interrupted"]
     assert again[0] == ended[0]
@@ -153,7 +158,7 @@ def test_the_page_lists_every_study_with_its_answer_or_why_it_has_none(out: Path
         Standing("mine", "left out", "its baseline <alone> is expected to take 900 s, and its share is 100 s"),
         Standing("90m", "running", None, 200.0),
     ]
-    write_whole(out, standings, 600.0, 301.0, None)
+    write_whole(out, standings, 600.0, used(301.0), None)
     page = Words(write_index(out).read_text())
     assert page.links == ["decisions.yaml", "20m/report.html"]
     assert "20.4M parameters, 131,072 targets an update" in page.text
@@ -162,12 +167,12 @@ def test_the_page_lists_every_study_with_its_answer_or_why_it_has_none(out: Path
     assert f"over its baseline 1.101{TIMES} 1.090{TIMES} to 1.112{TIMES} with 90%" in page.text
     assert "No answer Left out: its baseline <alone> is expected to take 900 s" in page.text
     assert "Under way" in page.text
-    write_whole(out, standings, 600.0, 601.0, "the budget's end")
+    write_whole(out, standings, 600.0, used(601.0), "the budget's end")
     assert "Ended: the budget's end" in Words(write_index(out).read_text()).text
 
 
 def test_the_report_command_makes_the_list_again(out: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    write_whole(out, [Standing(name) for name in NAMES], 600.0, 1.0, None)
+    write_whole(out, [Standing(name) for name in NAMES], 600.0, used(1.0), None)
     assert report_command([str(out)]) == 0
     assert capsys.readouterr().out.startswith(f"{out / 'index.html'}: ")
     assert report_command([str(out), "--csv", str(tmp_path / "all.csv")]) == 2
@@ -175,7 +180,7 @@ def test_the_report_command_makes_the_list_again(out: Path, capsys: pytest.Captu
 
 
 def test_a_result_is_read_from_one_study(out: Path) -> None:
-    write_whole(out, [Standing(name) for name in NAMES], 600.0, 1.0, None)
+    write_whole(out, [Standing(name) for name in NAMES], 600.0, used(1.0), None)
     with pytest.raises(ConfigError, match="several studies lie here; name one of them: 20m, mine, 90m"):
         TuneResult.read(out)
 

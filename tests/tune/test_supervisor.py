@@ -565,9 +565,9 @@ sys.exit(outcome.exit_status)
 class Supervising:
     """A supervisor in a process of its own, to send signals to."""
 
-    def __init__(self, body: str, tag: str, out: Path, grace_seconds: float) -> None:
+    def __init__(self, body: str, tag: str, out: Path, grace_seconds: float, more: dict[str, Any]) -> None:
         self._ready = out / "ready"
-        request = {"out": str(out), "ready": str(self._ready)}
+        request = {"out": str(out), "ready": str(self._ready), **more}
         self.process = subprocess.Popen(
             [sys.executable, "-c", SUPERVISING, json.dumps(child(body, tag)), json.dumps(request), str(grace_seconds)],
             stdout=subprocess.PIPE,
@@ -588,8 +588,8 @@ class Supervising:
 def supervising(tag: str, out: Path) -> Iterator[Callable[..., Supervising]]:
     started: list[Supervising] = []
 
-    def start(body: str, grace_seconds: float = 20.0) -> Supervising:
-        started.append(Supervising(body, tag, out, grace_seconds))
+    def start(body: str, grace_seconds: float = 20.0, **more: Any) -> Supervising:
+        started.append(Supervising(body, tag, out, grace_seconds, more))
         return started[-1]
 
     yield start
@@ -728,6 +728,35 @@ def test_a_killed_supervisors_session_is_charged_to_the_moment_it_was_killed(
     session = json.loads(path.read_bytes())
     assert least <= session["seconds"] <= time.monotonic() - began
     assert session["ended"] is False
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_where_studies_share_a_budget_the_whole_is_charged_to_the_moment_it_was_killed(
+    supervising: Callable[..., Supervising], tag: str, out: Path
+) -> None:
+    body = """
+    for number, study in enumerate(("first", "second")):
+        os.mkdir(out + "/" + study)
+        channel.send("out", study=study, path=out + "/" + study)
+        record(number)
+    while not (os.path.exists(out + "/sessions") and os.path.exists(out + "/second/sessions")): time.sleep(0.01)
+    ready()
+    time.sleep(600)
+    """
+    began = time.monotonic()
+    one = supervising(DEAF + textwrap.dedent(body), age_seconds=40.0, presets=["first", "second"])
+    assert wait_until(one._ready.exists, seconds=1e9)
+    one.signal(signal.SIGKILL)
+    one.process.wait()
+    assert wait_until(lambda: not list(Path(tempfile.gettempdir()).glob("tinyllm_ray-*/*")), seconds=1e9)
+    (whole,), (first,), (second,) = (
+        [json.loads(path.read_bytes()) for path in (folder / "sessions").iterdir()]
+        for folder in (out, out / "first", out / "second")
+    )
+    assert 40 <= whole["seconds"] <= 40 + time.monotonic() - began, "what came before the first study counts too"
+    assert max(first["seconds"], second["seconds"]) <= whole["seconds"] - 40, "each from its own begin"
+    assert (whole["ended"], first["ended"], second["ended"]) == (False, True, False)
+    assert not (out / "trials.jsonl").exists()
 
 
 def test_a_study_notices_that_its_supervisor_is_gone() -> None:

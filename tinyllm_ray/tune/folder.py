@@ -84,7 +84,7 @@ def open_folder(out: Path, resume: bool) -> Earlier | None:
     """
     definition = out / DEFINITION
     if not is_there(definition, "--out"):
-        _check_vacant(out)
+        check_vacant(out)
         return None
     if not resume:
         raise ConfigError(
@@ -157,7 +157,7 @@ def _define(config: Config, fitted: FittedSpace, budget: str) -> Definition:
     )
 
 
-def _check_vacant(out: Path) -> None:
+def check_vacant(out: Path) -> None:
     """Raises ConfigError where a study cannot begin; one that was killed before it was one is not in the way."""
     if is_there(out, "--out") and (not out.is_dir() or any(not journal.is_torn(path) for path in out.iterdir())):
         raise ConfigError(f"--out {out}: this is not an empty folder; choose another")

@@ -8,7 +8,6 @@ OUT/index.html       the same for people
 """
 
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,10 +16,11 @@ from typing import Any, Literal
 
 from tinyllm_ray import journal
 from tinyllm_ray.errors import ConfigError
+from tinyllm_ray.paths import is_there
 from tinyllm_ray.records import SCHEMA_VERSION
 from tinyllm_ray.tune.budget import SUMMARY
 from tinyllm_ray.tune.claim import claim
-from tinyllm_ray.tune.folder import DEFINITION
+from tinyllm_ray.tune.folder import DEFINITION, check_vacant
 from tinyllm_ray.tune.preset_names import folder_name, study_folders
 from tinyllm_ray.yamlfile import dump_yaml, read_mapping
 
@@ -53,7 +53,7 @@ def open_whole(out: Path, presets: Sequence[str], resume: bool) -> list[Standing
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"--presets: {twice[0]} is there twice; each is studied once")
     file = out / PRESETS
-    if not file.exists():
+    if not is_there(file, "--out"):
         _check_free(out)
         return [Standing(name) for name in names]
     if not resume:
@@ -70,10 +70,7 @@ def open_whole(out: Path, presets: Sequence[str], resume: bool) -> list[Standing
 def _check_free(out: Path) -> None:
     if (out / DEFINITION).exists():
         raise ConfigError(f"--out {out}: the folder holds one study; name its recipe with --preset, or choose another")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--out {out}: this is not an empty folder; choose another")
-    if not os.access(next(parent for parent in (out, *out.parents) if parent.exists()), os.W_OK):
-        raise ConfigError(f"--out {out}: it cannot be written there; choose another folder")
+    check_vacant(out)
 
 
 def _stood(name: str, before: Mapping[str, Any] | None) -> Standing:
@@ -88,6 +85,7 @@ def begin_whole(out: Path, presets: Sequence[str]) -> None:
     """Make the folder, say what it is of, and hold it. Raises ConfigError where that cannot be."""
     try:
         out.mkdir(parents=True, exist_ok=True)
+        journal.remove_torn(out)
         if not (out / PRESETS).exists():
             journal.write_atomically(out / PRESETS, dump_yaml({"presets": list(presets)}).encode())
         claim(out / PRESETS)
@@ -115,13 +113,21 @@ def begun_studies(out: Path) -> list[Path]:
 
 
 def write_whole(
-    out: Path, standings: Sequence[Standing], budget_seconds: float, elapsed_seconds: float, ended: str | None
+    out: Path,
+    standings: Sequence[Standing],
+    budget_seconds: float,
+    sessions: Sequence[Mapping[str, Any]],
+    ended: str | None,
 ) -> dict[str, Any]:
-    """Write how all studies stand, with what each one's own summary says; returns what was written. Raises OSError."""
+    """Write how all studies stand, with what each one's own summary says; returns what was written. Raises OSError.
+
+    `sessions` are what each used of the budget, as `sessions.with_reported` has them, this one last.
+    """
     summary = {
         "schema_version": SCHEMA_VERSION,
         "budget_seconds": budget_seconds,
-        "elapsed_seconds": elapsed_seconds,
+        "elapsed_seconds": sum(entry["seconds"] for entry in sessions),
+        "sessions": list(sessions),
         "timestamp": time.time(),
         "ended": ended,
         "studies": [asdict(one) | study_figures(out / one.name) for one in standings],

@@ -1,6 +1,8 @@
 """Studies that share one budget as their people see them: how all stand, kept up to date, and one end."""
 
+import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -8,9 +10,10 @@ from typing import Any
 
 from tinyllm_ray.errors import EXIT_DONE, EXIT_NO_RESULT
 from tinyllm_ray.records import TrialRecord
-from tinyllm_ray.tune.budget import spent_seconds
+from tinyllm_ray.tune.budget import sessions_so_far
 from tinyllm_ray.tune.channel import Channel
 from tinyllm_ray.tune.decisions import DECISIONS
+from tinyllm_ray.tune.processes import STUDY_VARIABLE
 from tinyllm_ray.tune.report import shortest_path
 from tinyllm_ray.tune.request import StudyRequest
 from tinyllm_ray.tune.session import Closing
@@ -50,13 +53,15 @@ class SeveralSession:
         self._ended: str | None = None
         self._status: int | None = None
         self._lock = threading.Lock()
-        self._spent = spent_seconds(self.out) if request.resume else 0.0
+        self._earlier = sessions_so_far(self.out) if request.resume else []
 
     def write(self) -> None:
         """Bring the summary up to date; a folder that cannot be written costs the summary alone."""
-        elapsed = self._spent + self._request.age_seconds + process_age_seconds()
+        seconds = self._request.age_seconds + process_age_seconds()
+        own = {"session": os.environ.get(STUDY_VARIABLE), "began": time.time() - seconds, "seconds": seconds}
+        sessions = [*self._earlier, {**own, "ended": self._ended is not None}]
         with suppress(OSError):
-            write_whole(self.out, self.standings, self._request.total_seconds, elapsed, self._ended)
+            write_whole(self.out, self.standings, self._request.total_seconds, sessions, self._ended)
 
     def write_page(self) -> None:
         """The summary, and the page that is made of it."""

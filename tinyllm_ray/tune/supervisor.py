@@ -95,6 +95,8 @@ class _Study:
     """Whether several studies share the budget, so that the seconds of each count from its own begin."""
     journals: list[MirroredJournal] = field(default_factory=list)
     """Of the studies that share the budget, one after the other; records go to the last."""
+    whole: MirroredJournal | None = None
+    """Where they share it: one without records in the folder of all, whose helper counts the seconds of all."""
     standing: int = EXIT_NO_RESULT
     verdict: int | None = None
     message: str | None = None
@@ -148,6 +150,8 @@ def supervise(
             _receive(study, lines, messages)
         lines.close()
         behind = [journal for journal in study.journals if not _finish(journal, study.signals, deadline)]
+        if study.whole is not None:
+            study.whole.finish(_patience_seconds(deadline), hurry=lambda: len(study.signals) > 1)
     lagging, last = next(iter(behind), None), next(reversed(study.journals), None)
     records = lagging.path if lagging else last.target if last else None
     return Outcome(
@@ -198,6 +202,9 @@ def _receive(study: _Study, lines: Lines, messages: list[dict[str, Any]]) -> Non
                     earlier.close()
                 began = time.monotonic() if study.shares else study.began
                 target = Path(path).absolute()
+                if study.shares and study.whole is None:
+                    name = f"{identifier}-all"
+                    study.whole = MirroredJournal(study.folder, name, target.parent, study.session, study.began)
                 study.journals.append(MirroredJournal(study.folder, identifier, target, study.session, began))
             case {"type": "record", "number": int(number), "record": dict(record)}:
                 records[number] = record
@@ -223,12 +230,16 @@ def _keep(study: _Study, lines: Lines, records: dict[int, dict[str, Any]]) -> No
 
 
 def _finish(records: MirroredJournal, signals: list[int], deadline: Deadline) -> bool:
-    seconds = min(DONE_SECONDS, max(0.1, deadline.remaining() + LATE_SECONDS))
-    problem = records.finish(seconds, hurry=lambda: len(signals) > 1)
+    problem = records.finish(_patience_seconds(deadline), hurry=lambda: len(signals) > 1)
     if problem is not None:
         _say(f"{records.target} lags behind: {problem}")
         _say(f"every record is in {records.path}; --resume on this machine takes them over")
     return problem is None
+
+
+def _patience_seconds(deadline: Deadline) -> float:
+    """For the last lines to arrive in OUT."""
+    return min(DONE_SECONDS, max(0.1, deadline.remaining() + LATE_SECONDS))
 
 
 def _exit_status(study: _Study, code: int | None, records: Path | None) -> int:
