@@ -41,13 +41,21 @@ def test_one_that_cannot_fit_is_left_out_and_its_share_is_the_others() -> None:
     shares = share([Size("20m", 1, 20), Size("500m", 400, 4000), Size("50m", 6, 25)], 600)
     assert list(shares.left_out) == ["500m"]
     assert sum(shares.seconds.values()) == pytest.approx(600)
-    assert shares.left_out["500m"].startswith("its baseline alone is expected to take 4000 s, and its share is ")
+    assert shares.left_out["500m"].startswith("its baseline and another would take about 8000 s, and its share is ")
 
 
 def test_where_time_is_short_for_all_the_neediest_goes_first_so_that_another_fits() -> None:
     shares = share([Size("a", 1, 30), Size("b", 1, 40)], 100)
     assert list(shares.left_out) == ["b"]
     assert shares.seconds == {"a": pytest.approx(100)}
+
+
+def test_one_that_has_measured_wants_time_for_one_more_and_says_so() -> None:
+    assert share([Size("a", 1, 30, begun=True)], 31).seconds == {"a": pytest.approx(31)}
+    assert share([Size("a", 1, 30)], 31).seconds == {}
+    assert share([Size("a", 1, 30, begun=True)], 29).left_out == {
+        "a": "one more measurement would take about 30 s, and its share is 29 s"
+    }
 
 
 def test_without_time_all_are_left_out() -> None:

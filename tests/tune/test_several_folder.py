@@ -77,6 +77,11 @@ def test_a_name_that_is_there_twice_is_a_mistake(tmp_path: Path) -> None:
         open_whole(tmp_path / "all", ["mine.yaml", "others/mine.yaml"], False)
 
 
+def test_a_recipe_whose_folder_would_be_the_wholes_own_is_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be called 'sessions'; rename the recipe's file"):
+        open_whole(tmp_path / "all", ["20m", "mine/sessions.yaml"], False)
+
+
 @pytest.mark.parametrize("resume", [False, True])
 def test_all_wait_where_nothing_is_there_and_nothing_is_written(tmp_path: Path, resume: bool) -> None:
     assert states(open_whole(tmp_path / "all", PRESETS, resume)) == ["waiting"] * 3

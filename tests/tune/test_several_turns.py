@@ -19,7 +19,7 @@ from tinyllm_ray.search.fitting import fit_space
 from tinyllm_ray.search.space import load_space
 from tinyllm_ray.tune.channel import Channel, Lines
 from tinyllm_ray.tune.request import StudyRequest, check_request
-from tinyllm_ray.tune.several import Part, Whole, run_in_turn
+from tinyllm_ray.tune.several import Part, Whole, _size, run_in_turn
 from tinyllm_ray.tune.several_folder import Standing, begin_whole, read_whole
 from tinyllm_ray.tune.several_session import PartChannel, SeveralSession
 
@@ -55,6 +55,8 @@ class Turns:
         summary = {
             "study": name,
             "selected": {"candidate": "c1", "targets_per_second": 2e3},
+            "baseline": {"candidate": "c1" if name == "small" else "c2"},
+            "speedup": {"ratio": 1.0 if name == "small" else 1.1, "verified": False},
             "candidates": [{"candidate": "c1", "label": "mb8 eager", "seconds": 20.0}],
             "ended": "budget: more to do" if exhausted else "space exhausted",
             "budget_exhausted": exhausted,
@@ -87,7 +89,12 @@ def turns(tmp_path: Path) -> Iterator[Turns]:
     reading, writing = os.pipe()
     lines, line, clock = Lines(reading), Channel({}, writing), FakeClock()
     request = StudyRequest(
-        budget="50m", budget_seconds=BUDGET_SECONDS, total_seconds=BUDGET_SECONDS, age_seconds=0.0, out=str(tmp_path)
+        budget="50m",
+        budget_seconds=BUDGET_SECONDS,
+        total_seconds=BUDGET_SECONDS,
+        age_seconds=0.0,
+        out=str(tmp_path),
+        presets=NAMES,
     )
     standings = [Standing(name) for name in NAMES]
     said: list[str] = []
@@ -174,6 +181,14 @@ def test_without_time_none_is_begun_and_one_that_has_measured_keeps_its_answer(t
     assert turns.calls == []
 
 
+def test_one_that_has_measured_goes_on_where_there_is_time_for_one_more(turns: Turns) -> None:
+    part = turns.whole.parts[0]
+    part.records.append(_record(part))
+    turns.clock.advance(BUDGET_SECONDS - 1.5 * _size(part, turns.whole).baseline_seconds)
+    turns.run("interrupted", "done", "done")
+    assert turns.ran == ["small"]
+
+
 def test_the_seconds_of_earlier_sessions_are_added_to_a_share(turns: Turns) -> None:
     turns.whole.parts[2].earlier = _earlier()
     turns.run("done", "done", "interrupted")
@@ -189,7 +204,8 @@ def test_the_whole_ends_once_and_says_what_came_of_each(turns: Turns) -> None:
     assert session.close("SIGTERM", interrupted=True) == 0
     sent = [message for message in turns.lines.read(0) or [] if message["type"] == "done"]
     assert [message["exit_status"] for message in sent] == [0], "and not with each study's end"
-    assert "small: mb8 eager, 2,000 targets/s" in turns.said
+    assert "small: mb8 eager, 2,000 targets/s, the baseline itself" in turns.said
+    assert "large: mb8 eager, 2,000 targets/s, 1.100x its baseline, not verified" in turns.said
     assert "middle: no answer (left out: no)" in turns.said
     assert read_whole(session.out)["ended"] == "left out: middle"
 

@@ -13,8 +13,8 @@ FAIR_MINIMUM = 0.5
 """Of an equal share, at least: what an answer is worth is a guess, and each was asked for."""
 
 ROOM = 2.0
-"""A study begins only with so many times what its baseline is expected to take: an answer
-needs something to compare."""
+"""A study begins only with so many times what its baseline is expected to take: an answer needs something to compare.
+One that has measured goes on where there is time for one more."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,13 @@ class Size:
     """What all studies' answers are weighed by: seconds of the planned trainings, or 1 for each."""
     baseline_seconds: float
     """Expected seconds of its baseline."""
+    begun: bool = False
+    """Whether it has measured before."""
+
+    @property
+    def least_seconds(self) -> float:
+        """With less it is not worth going on with."""
+        return self.baseline_seconds * (1.0 if self.begun else ROOM)
 
 
 @dataclass(frozen=True)
@@ -43,14 +50,14 @@ def share(sizes: Sequence[Size], seconds: float) -> Shares:
     chosen, left_out = list(sizes), dict[str, str]()
     while chosen:
         shares = _divide(chosen, seconds)
-        short = [size for size in chosen if shares[size.name] < ROOM * size.baseline_seconds]
+        short = [size for size in chosen if shares[size.name] < size.least_seconds]
         if not short:
             return Shares(shares, left_out)
-        out = max(short, key=lambda size: size.baseline_seconds / max(shares[size.name], 1e-9))
+        out = max(short, key=lambda size: size.least_seconds / max(shares[size.name], 1e-9))
         chosen.remove(out)
         left_out[out.name] = (
-            f"its baseline alone is expected to take {math.ceil(out.baseline_seconds)} s, and its share is "
-            f"{max(0, math.floor(shares[out.name]))} s"
+            f"{'one more measurement' if out.begun else 'its baseline and another'} would take about "
+            f"{math.ceil(out.least_seconds)} s, and its share is {max(0, math.floor(shares[out.name]))} s"
         )
     return Shares({}, left_out)
 

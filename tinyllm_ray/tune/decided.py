@@ -21,7 +21,7 @@ from tinyllm_ray.tune.decisions import (
     read_decisions,
 )
 from tinyllm_ray.tune.promise import build_promise
-from tinyllm_ray.tune.report import speedup
+from tinyllm_ray.tune.report import shortest_path, speedup
 
 if TYPE_CHECKING:
     from tinyllm_ray.search.study import Study
@@ -64,7 +64,8 @@ def record_decision(
         except ConfigError as error:
             say(f"the decision is not added: {error}")
         else:
-            say(f"decision added to {file}" if added else f"{file}: a verified decision stands there, and stays")
+            shown = shortest_path(file)
+            say(f"decision added to {shown}" if added else f"{shown}: a verified decision stands there, and stays")
 
 
 def follow_decision(config: Config, file: str | Path, overrides: Iterable[str], say: Callable[[str], None]) -> Config:

@@ -18,6 +18,7 @@ from tinyllm_ray.search.cost import CostModel
 from tinyllm_ray.search.earlier import EarlierStudy
 from tinyllm_ray.search.fitting import FittedSpace, fit_space
 from tinyllm_ray.search.priors import Priors
+from tinyllm_ray.search.retry import fates_to_retry, retried
 from tinyllm_ray.search.shares import Size, share
 from tinyllm_ray.train.compile_cache import compile_cache_folder
 from tinyllm_ray.train.recipe import check_fits
@@ -85,10 +86,12 @@ def run_presets(work: "Work") -> int:
     deadline = Deadline.after(request.budget_seconds - process_age_seconds())
     console = PipeConsole(stderr=True)
     tell = functools.partial(say, console)
+    fates_to_retry(request.retry, request.resume)
     standings = open_whole(Path(request.out).resolve(), request.presets, request.resume)
     session = SeveralSession(request, work.channel, standings, tell)
     pairs = zip(request.presets, standings, strict=True)
     parts = [_part(request, preset, standing, session, work.channel) for preset, standing in pairs]
+    session.count_earlier()  # opening the studies has waited for what a killed session's helpers still bring
     compile_cache_folder()
     with started_ray(request, console) as ray:
         for part in parts:
@@ -117,12 +120,15 @@ def _part(request: StudyRequest, preset: str, standing: Standing, session: Sever
     out = session.out / standing.name
     resume = (out / DEFINITION).exists()
     decisions = [session.out / DECISIONS, *(file.resolve() for file in request.decisions)]
-    own = {"presets": [], "recipe": preset, "out": str(out), "resume": resume, "decisions": decisions}
+    retry = request.retry if resume else []
+    own = {"presets": [], "recipe": preset, "out": str(out), "resume": resume, "retry": retry, "decisions": decisions}
     asked = request.model_copy(update=own)
     sound, earlier = check_request(asked), open_folder(out, resume)
     if earlier is not None:
         refuse_early(earlier, sound, out)
     records = list(earlier.records) if earlier else []
+    if standing.state == "done" and retried(records, fates_to_retry(retry, resume)) != records:
+        standing.state = "waiting"
 
     def heard(record: TrialRecord) -> None:
         records.append(record)
@@ -159,7 +165,7 @@ def run_in_turn(whole: Whole) -> None:
             if reason := shares.left_out.get(part.standing.name):
                 # One that has measured before keeps what it found.
                 part.standing.state, part.standing.reason = "short" if part.records else "left out", reason
-                whole.say(f"{part.standing.name} is left out: {reason}")
+                whole.say(f"{part.standing.name} {'ends here' if part.records else 'is left out'}: {reason}")
         waiting = [part for part in waiting if part.standing.name in shares.seconds]
         if waiting:
             part = waiting.pop(0)
@@ -176,7 +182,7 @@ def _size(part: Part, whole: Whole) -> Size:
     objective = part.request.objective_of(config)
     trained = objective.targets * space.parameters / priors.work_per_second(space.baseline["update"])
     worth = trained if objective.kind == "training" else 1.0
-    return Size(part.standing.name, worth, cost.predict(space.baseline).expected_seconds)
+    return Size(part.standing.name, worth, cost.predict(space.baseline).expected_seconds, bool(part.records))
 
 
 def _others(part: Part, whole: Whole) -> tuple[EarlierStudy, ...]:

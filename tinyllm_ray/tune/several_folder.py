@@ -22,6 +22,7 @@ from tinyllm_ray.tune.budget import SUMMARY
 from tinyllm_ray.tune.claim import claim
 from tinyllm_ray.tune.folder import DEFINITION, check_vacant
 from tinyllm_ray.tune.preset_names import folder_name, study_folders
+from tinyllm_ray.tune.sessions import SESSIONS
 from tinyllm_ray.yamlfile import dump_yaml, read_mapping
 
 PRESETS = "presets.yaml"
@@ -52,6 +53,8 @@ def open_whole(out: Path, presets: Sequence[str], resume: bool) -> list[Standing
     names = [folder_name(preset) for preset in presets]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"--presets: {twice[0]} is there twice; each is studied once")
+    if kept := [name for name in names if name in (".", SESSIONS)]:
+        raise ConfigError(f"--presets: a folder in --out cannot be called {kept[0]!r}; rename the recipe's file")
     file = out / PRESETS
     if not is_there(file, "--out"):
         _check_free(out)
@@ -142,7 +145,7 @@ def study_figures(folder: Path) -> dict[str, Any]:
         summary = json.loads((folder / SUMMARY).read_text())
     except (OSError, ValueError):
         summary = {}
-    selected = summary.get("selected") or {}
+    selected, baseline = summary.get("selected") or {}, summary.get("baseline") or {}
     labels = {row["candidate"]: row["label"] for row in summary.get("candidates", ())}
     measured = [row for row in summary.get("candidates", ()) if row["seconds"] is not None]
     return {
@@ -151,6 +154,7 @@ def study_figures(folder: Path) -> dict[str, Any]:
         "targets_per_update": summary.get("targets_per_update"),
         "selected": labels.get(selected.get("candidate")),
         "targets_per_second": selected.get("targets_per_second"),
+        "baseline_selected": bool(selected) and selected.get("candidate") == baseline.get("candidate"),
         "speedup": summary.get("speedup"),
         "trials": len(measured),
         "elapsed_seconds": summary.get("elapsed_seconds"),

@@ -1,6 +1,7 @@
 """Studies that share one budget as their people see them: how all stand, kept up to date, and one end."""
 
 import os
+import shlex
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -53,7 +54,13 @@ class SeveralSession:
         self._ended: str | None = None
         self._status: int | None = None
         self._lock = threading.Lock()
-        self._earlier = sessions_so_far(self.out) if request.resume else []
+
+        self._earlier: list[dict[str, Any]] = []
+
+    def count_earlier(self) -> None:
+        """Take the seconds of sessions before this one into account, whose helpers are done. Raises ConfigError."""
+        if self._request.resume:
+            self._earlier = sessions_so_far(self.out)
 
     def write(self) -> None:
         """Bring the summary up to date; a folder that cannot be written costs the summary alone."""
@@ -93,10 +100,13 @@ class SeveralSession:
     def _lines(self, found: Sequence[dict[str, Any]]) -> list[str]:
         lines = [f"ended: {self._ended}"] if self._ended else []
         lines += [_line(standing, figures) for standing, figures in zip(self.standings, found, strict=True)]
-        decisions = self.out / DECISIONS
-        if decisions.exists():
-            shown = shortest_path(decisions)
-            lines.append(f"next: python -m tinyllm_ray.train --config PRESET --decisions {shown} --out RUN")
+        asked = zip(self._request.presets, self.standings, found, strict=True)
+        answered = [(preset, standing.name) for preset, standing, figures in asked if figures["selected"]]
+        if answered and (self.out / DECISIONS).exists():
+            preset, name = answered[0]
+            decisions, run = (shortest_path(self.out / one) for one in (DECISIONS, Path(name) / "run"))
+            words = ["python", "-m", "tinyllm_ray.train", "--config", preset, "--decisions", str(decisions)]
+            lines.append(f"next: {shlex.join([*words, '--out', str(run)])}")
         return lines
 
 
@@ -104,7 +114,9 @@ def _line(standing: Standing, found: dict[str, Any]) -> str:
     answer = "no answer"
     if found["selected"]:
         answer = f"{found['selected']}, {found['targets_per_second']:,.0f} targets/s"
-        if found["speedup"]:
+        if found["baseline_selected"]:
+            answer += ", the baseline itself"
+        elif found["speedup"]:
             verified = "" if found["speedup"]["verified"] else ", not verified"
             answer += f", {found['speedup']['ratio']:.3f}x its baseline{verified}"
     why = f" ({standing.state}: {standing.reason})" if standing.state != "done" and standing.reason else ""
