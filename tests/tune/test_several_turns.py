@@ -17,9 +17,11 @@ from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.records import Fate, TrialRecord
 from tinyllm_ray.search.fitting import fit_space
 from tinyllm_ray.search.space import load_space
+from tinyllm_ray.tune import claim as claims
 from tinyllm_ray.tune.channel import Channel, Lines
+from tinyllm_ray.tune.folder import begin_study
 from tinyllm_ray.tune.request import StudyRequest, check_request
-from tinyllm_ray.tune.several import Part, Whole, _size, run_in_turn
+from tinyllm_ray.tune.several import Part, Whole, _size, open_part, run_in_turn
 from tinyllm_ray.tune.several_folder import Standing, begin_whole, read_whole
 from tinyllm_ray.tune.several_session import PartChannel, SeveralSession
 
@@ -229,3 +231,23 @@ def test_a_signal_ends_the_study_that_runs_and_all(turns: Turns) -> None:
     assert ended[0] == "SIGINT"
     assert read_whole(turns.whole.session.out)["ended"] == "SIGINT"
     assert any(line.startswith("small: no answer (interrupted: SIGINT)") for line in turns.said)
+
+
+@pytest.mark.parametrize(
+    ("retry", "state"),
+    [([], "done"), (["out_of_memory"], "done"), (["failed"], "waiting")],
+    ids=["none", "other", "it"],
+)
+def test_one_that_was_done_goes_on_where_its_failed_candidates_are_to_be_tried_again(
+    turns: Turns, retry: list[str], state: str
+) -> None:
+    session, (part, *_) = turns.whole.session, turns.whole.parts
+    assert part.fitted is not None
+    begin_study(part.out, None, *part.fitted, part.request)
+    failed = _record(part).model_copy(update={"fate": Fate.FAILED, "targets_per_second": None})
+    (part.out / "trials.jsonl").write_text(failed.model_dump_json() + "\n")
+    (part.out / "summary.json").write_text('{"elapsed_seconds": 5.0}')
+    request = part.request.model_copy(update={"out": str(session.out), "resume": True, "retry": retry})
+    again = open_part(request, part.request.recipe, Standing("small", "done"), session, Channel({}, -1))  # type: ignore[arg-type]
+    claims._HELD.popitem()[1].close()
+    assert (again.standing.state, again.request.retry, len(again.records)) == (state, retry, 1)

@@ -90,7 +90,7 @@ def run_presets(work: "Work") -> int:
     standings = open_whole(Path(request.out).resolve(), request.presets, request.resume)
     session = SeveralSession(request, work.channel, standings, tell)
     pairs = zip(request.presets, standings, strict=True)
-    parts = [_part(request, preset, standing, session, work.channel) for preset, standing in pairs]
+    parts = [open_part(request, preset, standing, session, work.channel) for preset, standing in pairs]
     session.count_earlier()  # opening the studies has waited for what a killed session's helpers still bring
     compile_cache_folder()
     with started_ray(request, console) as ray:
@@ -116,7 +116,8 @@ def _why_over(parts: Sequence[Part]) -> str:
     return "; ".join(why) or "every recipe was studied"
 
 
-def _part(request: StudyRequest, preset: str, standing: Standing, session: SeveralSession, line: Channel) -> Part:
+def open_part(request: StudyRequest, preset: str, standing: Standing, session: SeveralSession, line: Channel) -> Part:
+    """What is there of a study to go on with, and what is asked of it. Raises ConfigError; nothing is written."""
     out = session.out / standing.name
     resume = (out / DEFINITION).exists()
     decisions = [session.out / DECISIONS, *(file.resolve() for file in request.decisions)]
