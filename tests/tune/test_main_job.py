@@ -1,5 +1,6 @@
 """The main job from its command line: a real study over real Ray on real tokens, and a training with its answer."""
 
+import html
 import json
 import os
 import signal
@@ -48,7 +49,7 @@ def test_it_ends_inside_the_budget_and_says_so(summary: dict) -> None:
 
 
 def test_its_page_is_that_of_the_study_at_its_end(study: tuple[Path, Finished], summary: dict) -> None:
-    page = (study[0] / "report.html").read_text()
+    page = html.unescape((study[0] / "report.html").read_text())
     assert f"Ended: {summary['ended']}" in page
     assert all(row["label"] in page for row in summary["candidates"])
     assert f"{summary['selected']['targets_per_second']:,.0f} targets/s" in page
