@@ -74,7 +74,7 @@ def look_at(
         *(["--blink-settings=preferredColorScheme=0"] if dark else []),
         *("--enable-logging=stderr", f"--user-data-dir={folder / 'profile'}", "--dump-dom", probe.as_uri()),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
     found = done.stdout.partition('<pre id="found">')[2].partition("</pre>")[0]
     for name, letter in (("&lt;", "<"), ("&gt;", ">"), ("&amp;", "&")):
         found = found.replace(name, letter)
