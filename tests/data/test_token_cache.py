@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinyllm_ray.data.cache import MANIFEST, open_cache, token_dtype, unigram_level
+from tinyllm_ray.data.cache import MANIFEST, open_cache, token_dtype
+from tinyllm_ray.data.unigram import unigram_level
 from tinyllm_ray.errors import ConfigError
 
 
@@ -150,8 +151,9 @@ class Refuse:
             raise ImportError(name)
 
 sys.meta_path.insert(0, Refuse())
-from tinyllm_ray.data.cache import open_cache, unigram_level
+from tinyllm_ray.data.cache import open_cache
 from tinyllm_ray.data.loader import RowLoader, validation_batches
+from tinyllm_ray.data.unigram import unigram_level
 
 cache = open_cache(sys.argv[1])
 with RowLoader(cache, context=10, seed=1) as loader:
