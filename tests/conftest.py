@@ -12,9 +12,14 @@ from pathlib import Path
 import pytest
 from browsers import find_chromium
 from command_line import TINY_RECIPE, TINY_SPACE, Finished, RunModule
+from hypothesis import HealthCheck, settings
 from small_caches import MakeCache, write_cache
 
 from tinyllm_ray.data.cache import TokenCache
+
+# Hypothesis fails an example that takes 200 ms, as one that waits for the disk of a busy machine may.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 def pytest_configure() -> None:

@@ -101,7 +101,7 @@ def test_opening_reads_no_tokens(make_cache):
     assert open_cache(cache.folder).tokens("train") == 50
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_reading_crosses_shards(counting_cache, data):
     start = data.draw(st.integers(0, 1005))
