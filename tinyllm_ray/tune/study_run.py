@@ -101,16 +101,8 @@ def study_on_ray(
         if request.resume and earlier is None:
             say(console, f"{out} holds no study yet: it begins")
         spent = earlier.spent_seconds if earlier else 0.0
-        objective = request.objective_of(config)
         driver = StudyDriver(
-            study=Study(
-                fitted,
-                records=retried(earlier.records, fates_to_retry(request.retry, request.resume)) if earlier else (),
-                objective=objective,
-                verifier=PairedVerifier(fitted.protocol, RESERVED_SHARE * request.total_seconds, objective),
-                devices=concurrency(connection),
-                priors=Priors(fitted.device_kind, earlier=learned),
-            ),
+            study=search_of(request, config, fitted, earlier, concurrency(connection), learned),
             study_id=definition.study,
             config=config,
             cache=cache,
@@ -147,6 +139,26 @@ def started_ray(request: StudyRequest, console: Console) -> "Iterator[tuple[Conn
     with connect(request.address) as connection, claim_machine(console, connection) as alone:
         say(console, _describe(connection))
         yield connection, alone
+
+
+def search_of(
+    request: StudyRequest,
+    config: Config,
+    fitted: FittedSpace,
+    earlier: Earlier | None,
+    devices: int,
+    learned: tuple[EarlierStudy, ...] = (),
+) -> Study:
+    """What decides on the trials: of the space as it fits, from what earlier sessions and other studies recorded."""
+    objective = request.objective_of(config)
+    return Study(
+        fitted,
+        records=retried(earlier.records, fates_to_retry(request.retry, request.resume)) if earlier else (),
+        objective=objective,
+        verifier=PairedVerifier(fitted.protocol, RESERVED_SHARE * request.total_seconds, objective),
+        devices=devices,
+        priors=Priors(fitted.device_kind, earlier=learned),
+    )
 
 
 def measure(
