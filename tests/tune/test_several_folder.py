@@ -1,6 +1,7 @@
 """The folder of studies that share a budget: whose it is, how each stands after a session, and its page."""
 
 import json
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ import pytest
 from command_line import Finished
 
 from tinyllm_ray.errors import ConfigError
+from tinyllm_ray.tune.again.recorded import open_study
 from tinyllm_ray.tune.budget import spent_seconds
 from tinyllm_ray.tune.page.command import report_command
 from tinyllm_ray.tune.page.index import write_index
 from tinyllm_ray.tune.page.text import TIMES
+from tinyllm_ray.tune.page.write import read_study
 from tinyllm_ray.tune.preset_names import folder_name, preset_list, study_folders
 from tinyllm_ray.tune.several_folder import Standing, begin_whole, open_whole, read_whole, study_figures, write_whole
 from tinyllm_ray.tune.tuner import TuneResult
@@ -184,10 +187,14 @@ def test_the_report_command_makes_the_list_again(out: Path, capsys: pytest.Captu
     assert "holds several studies; name one of its folders" in capsys.readouterr().err
 
 
-def test_a_result_is_read_from_one_study(out: Path) -> None:
-    write_whole(out, [Standing(name) for name in NAMES], 600.0, used(1.0), None)
-    with pytest.raises(ConfigError, match="several studies lie here; name one of them: 20m, mine, 90m"):
-        TuneResult.read(out)
+@pytest.mark.parametrize("use", [TuneResult.read, read_study, open_study])
+def test_what_is_of_one_study_names_those_that_lie_there(out: Path, use: Callable[[Path], Any]) -> None:
+    with pytest.raises(ConfigError, match="several studies lie here; name one of them: none has begun yet"):
+        use(out)
+    write_study(out / "20m")
+    (out / "20m" / "study.yaml").touch()
+    with pytest.raises(ConfigError, match=f"name one of them: {out / '20m'}$"):
+        use(out)
 
 
 def test_a_damaged_summary_is_said(out: Path) -> None:

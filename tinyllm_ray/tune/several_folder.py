@@ -96,6 +96,13 @@ def begin_whole(out: Path, presets: Sequence[str]) -> None:
         raise ConfigError(f"--out {out}: {error.strerror}; choose a folder that can be written") from None
 
 
+def refuse_several(out: Path) -> None:
+    """Raises ConfigError where `out` is the folder of studies that share a budget, and one of them is wanted."""
+    if (out / PRESETS).is_file():
+        names = ", ".join(str(folder) for folder in begun_studies(out)) or "none has begun yet"
+        raise ConfigError(f"{out}: several studies lie here; name one of them: {names}")
+
+
 def read_whole(out: Path) -> dict[str, Any]:
     """The summary of all studies, empty where there is none yet. Raises ConfigError where it is damaged."""
     try:

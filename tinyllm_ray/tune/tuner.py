@@ -29,7 +29,7 @@ from tinyllm_ray.tune.folder import SELECTED, TRIALS
 from tinyllm_ray.tune.page.maker import bring_up_to_date
 from tinyllm_ray.tune.preset_names import study_folders
 from tinyllm_ray.tune.request import PLANNED_RUNS, StudyRequest, check_request
-from tinyllm_ray.tune.several_folder import read_whole
+from tinyllm_ray.tune.several_folder import read_whole, refuse_several
 from tinyllm_ray.tune.supervisor import supervise
 
 if TYPE_CHECKING:
@@ -61,12 +61,10 @@ class TuneResult:
     def read(cls, out: str | Path) -> "TuneResult":
         """The result of the study in `out`. Raises ConfigError where there is none, NoResultError without a verdict."""
         folder = Path(out)
+        refuse_several(folder)
         if not (folder / SUMMARY).is_file():
             raise ConfigError(f"{folder}: there is no study here ({SUMMARY} is missing)")
         summary = json.loads((folder / SUMMARY).read_text())
-        if "studies" in summary:
-            names = ", ".join(one["name"] for one in summary["studies"])
-            raise ConfigError(f"{folder}: several studies lie here; name one of them: {names}")
         if summary["selected"] is None:
             raise NoResultError(f"{folder}: no candidate gave a figure that can be believed; see {SUMMARY}")
         records = tuple(read_records(folder / TRIALS))

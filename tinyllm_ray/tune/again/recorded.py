@@ -20,6 +20,7 @@ from tinyllm_ray.tune.budget import SUMMARY
 from tinyllm_ray.tune.claim import claim
 from tinyllm_ray.tune.folder import DEFINITION, Earlier, open_folder
 from tinyllm_ray.tune.request import PLANNED_RUNS
+from tinyllm_ray.tune.several_folder import refuse_several
 
 _DIGITS: Final = 12
 """Of a hash, for people."""
@@ -120,6 +121,7 @@ class RecordedStudy:
 
 def open_study(out: Path) -> RecordedStudy:
     """The study in `out`, which no other process measures for until this one ends. Raises ConfigError."""
+    refuse_several(out)
     if not (out / DEFINITION).is_file():
         raise ConfigError(f"{out}: there is no study here ({DEFINITION} is missing)")
     claim(out / DEFINITION)
