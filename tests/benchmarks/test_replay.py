@@ -118,13 +118,10 @@ def test_a_recorded_table_is_played_as_it_was_written(tmp_path: Path) -> None:
     assert total_seconds(run_study(table, 0, case, 900), table, case, 900) < 1.5 * oracle_seconds(table, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "number", "second", "third"),
-    [
-        ("apart", 2, 0.7, 1.1),
-        pytest.param("alike", 2, 0.8, 0.7, marks=pytest.mark.slow),
-        pytest.param("alike", 0, 1.1, 0.8, marks=pytest.mark.slow),
-    ],
+    [("apart", 2, 0.7, 1.1), ("alike", 2, 0.8, 0.7), ("alike", 0, 1.1, 0.8)],
 )
 def test_a_next_size_begins_with_what_the_last_one_showed_and_is_not_misled_by_it(
     kind: str, number: int, second: float, third: float
