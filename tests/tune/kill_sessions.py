@@ -26,7 +26,7 @@ from session_processes import Ended, alive, children, copies, stall
 
 from tinyllm_ray import journal
 from tinyllm_ray.config import load
-from tinyllm_ray.tune.mirror import _folders, _journals, private_folder
+from tinyllm_ray.tune.mirror import _journals, private_folder
 from tinyllm_ray.tune.sessions import read_sessions
 
 BUDGET_SECONDS = 7200
@@ -173,8 +173,8 @@ class Sessions:
 
     def known_records(self) -> list[dict[str, Any]]:
         """The journals' and OUT's, each once; what is brought from the one to the other meanwhile included."""
-        folders = _folders(private_folder() / (self.study() or "none"))
-        local = [record for path in _journals(folders) for record in journal.read_lines(path)]
+        folder = private_folder() / (self.study() or "none")
+        local = [record for path in _journals([folder]) for record in journal.read_lines(path)]
         present = journal.read_lines(self.out / "trials.jsonl")
         return present + [record for record in local if record not in present]
 
