@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fakes import FakeClock
 
-from tinyllm_ray.clock import Deadline
+from tinyllm_ray.clock import Deadline, format_duration
 from tinyllm_ray.config import load
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.records import Fate, TrialRecord
@@ -21,7 +21,7 @@ from tinyllm_ray.tune import claim as claims
 from tinyllm_ray.tune.channel import Channel, Lines
 from tinyllm_ray.tune.folder import begin_study
 from tinyllm_ray.tune.request import StudyRequest, check_request
-from tinyllm_ray.tune.several import Part, Whole, _size, open_part, run_in_turn
+from tinyllm_ray.tune.several import Part, Whole, _size, open_part, run_in_turn, why_over
 from tinyllm_ray.tune.several_folder import Standing, begin_whole, read_whole
 from tinyllm_ray.tune.several_session import PartChannel, SeveralSession
 
@@ -141,6 +141,16 @@ def test_one_that_uses_its_share_up_takes_nothing_from_the_others(turns: Turns) 
     (_, first, _), (_, second, _), _ = turns.calls
     assert first < BUDGET_SECONDS / 3
     assert second > (BUDGET_SECONDS - first) / 4
+
+
+def test_what_others_left_is_said_where_one_had_more_to_measure(turns: Turns) -> None:
+    turns.spend = {"small": math.inf}
+    turns.run()
+    left = format_duration(turns.whole.deadline.remaining())
+    said = f"budget: small had more to measure, and {left} were left by others: --resume goes on with small"
+    assert why_over(turns.whole) == said
+    turns.clock.advance(turns.whole.deadline.remaining() - 1)
+    assert why_over(turns.whole) == "budget: small had more to measure"
 
 
 def test_studies_that_are_done_want_no_share(turns: Turns) -> None:

@@ -101,19 +101,27 @@ def run_presets(work: "Work") -> int:
         begin_whole(session.out, request.presets)
         work.session = session
         measuring = deadline.earlier_by(closing_seconds(request.total_seconds))
-        run_in_turn(Whole(parts, session, ray, measuring, tell))
-        status = session.close(_why_over(parts))
+        whole = Whole(parts, session, ray, measuring, tell)
+        run_in_turn(whole)
+        status = session.close(why_over(whole))
     session.write()
     return status
 
 
-def _why_over(parts: Sequence[Part]) -> str:
-    short, out = (
-        [part.standing.name for part in parts if part.standing.state == state] for state in ("short", "left out")
-    )
-    why = [f"budget: {', '.join(short)} had more to measure"] if short else []
-    why += [f"left out: {', '.join(out)}"] if out else []
+def why_over(whole: Whole) -> str:
+    """Why no study goes on, and what a resumption would do."""
+    short, out = ([part for part in whole.parts if part.standing.state == state] for state in ("short", "left out"))
+    left = whole.deadline.remaining()
+    why = [f"budget: {_names(short)} had more to measure"] if short else []
+    if again := [part for part in short if _size(part, whole).least_seconds <= left]:
+        # A study is closed with its share: who comes after it may need what is left.
+        why[0] += f", and {format_duration(left)} were left by others: --resume goes on with {_names(again)}"
+    why += [f"left out: {_names(out)}"] if out else []
     return "; ".join(why) or "every recipe was studied"
+
+
+def _names(parts: Sequence[Part]) -> str:
+    return ", ".join(part.standing.name for part in parts)
 
 
 def open_part(request: StudyRequest, preset: str, standing: Standing, session: SeveralSession, line: Channel) -> Part:
