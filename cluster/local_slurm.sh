@@ -7,9 +7,11 @@
 #   cluster/local_slurm.sh kill DIR NODE                          a node loses its power
 #   cluster/local_slurm.sh revive DIR NODE                        and has it again
 #   cluster/local_slurm.sh stop DIR                               end everything and remove DIR
+#   cluster/local_slurm.sh check                                  say why this machine cannot, where it cannot
 #
-# A node has its own network (10.83.0.1x), host name, processes, /tmp and /dev/shm; DIR, and the SHARED paths that lie
-# under /tmp, are the shared file system. Needs root, and on Debian: slurm-wlm slurm-client munge iproute2.
+# A node has its own network (10.83.0.1x), host name, processes, /dev/shm and /tmp, which holds TMP_MB where that is set
+# at the start; DIR, and the SHARED paths that lie under /tmp, are the shared file system. Needs root, and on Debian:
+# slurm-wlm slurm-client munge iproute2.
 # Nothing is enforced (no control groups): processors are only Slurm's word, and GPUs copies of /dev/null.
 set -euo pipefail
 
@@ -56,12 +58,15 @@ ReturnToService=2
 SlurmdTimeout=15
 GresTypes=gpu
 KillWait=5
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 MinJobAge=600
 JobCompType=jobcomp/filetxt
 JobCompLoc=$DIR/log/jobs.txt
 AccountingStorageType=accounting_storage/none
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP DefMemPerCPU=$((MEMORY_MB / $2))
 PartitionName=short Nodes=ALL MaxTime=2 State=UP
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 CONF
     for ((node = 1; node <= $1; node++)); do
       echo "NodeName=n$node NodeHostname=n$node NodeAddr=$NETWORK.$((10 + node)) CPUs=$2 Gres=gpu:$3 RealMemory=$MEMORY_MB State=UNKNOWN"
@@ -107,6 +112,7 @@ boot_node() { # NODE, in its namespaces, as process 1: bash, as someone has to r
   mount --bind "$DIR/etc/hosts" /etc/hosts
   mount -t tmpfs -o size=4g,mode=1777 tmpfs /dev/shm
   mkdir -p "$root/tmp"
+  [ ! -s "$DIR/tmp_mb" ] || mount -t tmpfs -o "size=$(cat "$DIR/tmp_mb")m" tmpfs "$root/tmp"
   chmod 1777 "$root/tmp"
   while read -r path; do
     case $path in /tmp/*) mkdir -p "$root$path"; mount --rbind "$path" "$root$path" ;; esac
@@ -130,6 +136,7 @@ start() { # NODES CPUS GPUS SHARED...
   echo "tr$$" >"$DIR/name"
   write_configuration "$1" "$2" "$3"
   printf '%s\n' "$DIR" "${@:4}" >"$DIR/shared"
+  echo -n "${TMP_MB:-}" >"$DIR/tmp_mb"
   setsid munged --foreground --force --key-file="$DIR/munge/key" --socket="$DIR/munge/socket" \
     --pid-file="$DIR/munge/pid" --seed-file="$DIR/munge/seed" --log-file="$DIR/log/munged.log" --num-threads=2 \
     </dev/null &>"$DIR/log/munged.out" &
@@ -168,7 +175,19 @@ on_node() { # NODE COMMAND...
   nsenter -t "$inside" -m -u -n -p env SLURM_CONF="$DIR/etc/slurm.conf" "${@:2}"
 }
 
-[ $# -ge 2 ] || { sed -n '2,14p' "$0" >&2; exit 2; }
+check() {
+  [ "$(id -u)" = 0 ] || fail "network namespaces need root"
+  TRIAL=tr$$-check
+  trap 'ip netns delete "$TRIAL" 2>/dev/null || true' EXIT
+  ip netns add "$TRIAL"
+  ip -n "$TRIAL" link add bridge type bridge
+  ip -n "$TRIAL" link add one type veth peer name two
+  nsenter --net="/run/netns/$TRIAL" unshare --mount --uts --pid --fork --kill-child sh -ec \
+    'mount --make-rprivate /; mount -t proc proc /proc; mount -t tmpfs tmpfs /dev/shm; hostname n1'
+}
+
+if [ "${1:-}" = check ]; then check; exit; fi
+[ $# -ge 2 ] || { sed -n '2,15p' "$0" >&2; exit 2; }
 command=$1
 mkdir -p "$2"
 DIR=$(readlink -f "$2")

@@ -26,7 +26,9 @@ def alive(pid: int) -> bool:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether the process has a handler of its own for the signal."""
+    """Whether the process has a handler of its own for the signal; a fork that has not become it yet has ours."""
+    if Path(f"/proc/{pid}/cmdline").read_bytes() == Path("/proc/self/cmdline").read_bytes():
+        return False
     status = Path(f"/proc/{pid}/status").read_text()
     (caught,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
     return bool(int(caught, 16) >> (number - 1) & 1)

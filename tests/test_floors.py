@@ -22,11 +22,18 @@ STANDARD_LIBRARY_ONLY = (
     "clock",
     "journal",
     "allocation",
+    "paths",
     "tune.budget",
+    "tune.sessions",
+    "tune.going_on",
     "tune.supervisor",
     "tune.channel",
+    "tune.child",
     "tune.mirror",
+    "tune.sessions",
+    "tune.preset_names",
     "tune.processes",
+    "tune.terminal",
 )
 """What the supervisor runs on: its clock starts before anything slow is imported."""
 

@@ -5,12 +5,14 @@ import shlex
 from pathlib import Path
 
 import pytest
+from command_line import ONE_CANDIDATE
 
 import tinyllm_ray.cluster.__main__ as cluster_command
 import tinyllm_ray.data.__main__ as data_command
 import tinyllm_ray.train.__main__ as train_command
 import tinyllm_ray.train.convert as convert
 import tinyllm_ray.tune.__main__ as tune_command
+import tinyllm_ray.tune.again.command as again_command
 import tinyllm_ray.tune.page.command as page_command
 import tinyllm_ray.tune.page.run as run
 from tinyllm_ray.config import load, preset_names
@@ -33,7 +35,11 @@ COMMANDS = {
         "import": convert.import_parser,
         "report": run.report_parser,
     },
-    "tinyllm_ray.tune": {"report": page_command.report_parser},
+    "tinyllm_ray.tune": {
+        "report": page_command.report_parser,
+        "rerun": again_command.rerun_parser,
+        "validate": again_command.validate_parser,
+    },
 }
 
 
@@ -92,13 +98,14 @@ def test_presets_and_spaces_named_in_it_exist() -> None:
 
 def test_the_python_example_runs(built_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (code,) = blocks("python")
-    assert 'budget="3m"' in code
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv(CACHE_VARIABLE, str(built_root))
     names: dict = {}
-    # With one training planned a measurement beside the baseline saves nothing, however slow this machine is.
-    exec(compile(code.replace('budget="3m"', 'budget="3m", runs=1'), "README.md", "exec"), names)
+    assert 'load_space("smoke")' in code
+    # The space it names would take all of its three minutes.
+    (tmp_path / "one.yaml").write_text(ONE_CANDIDATE)
+    exec(compile(code.replace('load_space("smoke")', 'load_space("one.yaml")'), "README.md", "exec"), names)
     result = names["result"]
     assert isinstance(result, TuneResult)
     assert result.baseline == result.records[0]

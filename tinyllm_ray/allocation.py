@@ -17,6 +17,9 @@ MARGIN_SECONDS = 60.0
 time from TERM to KILL (`KillWait`, 30 s by default)."""
 MARGIN_SHARE = 0.1
 """The margin where the allocation is short."""
+WARNING_SECONDS = 125.0
+"""Before the allocation's end, from when on Slurm's warning may come: asked for 60 s before it (`--signal`), it may be
+up to 60 s early (sbatch(1))."""
 
 
 def allocation_seconds_left(environment: Mapping[str, str], now: Callable[[], float] = time.time) -> float | None:
@@ -25,6 +28,11 @@ def allocation_seconds_left(environment: Mapping[str, str], now: Callable[[], fl
     if not text.isascii() or not text.isdecimal() or int(text) == 0:
         return None
     return int(text) - now()
+
+
+def margin_seconds(left: float) -> float:
+    """What is kept free before the end of an allocation that has `left` seconds."""
+    return min(MARGIN_SECONDS, MARGIN_SHARE * left)
 
 
 def seconds_within_allocation(
@@ -42,4 +50,4 @@ def seconds_within_allocation(
             f"the Slurm allocation ended {format_duration(-left)} ago ({END_VARIABLE}={environment[END_VARIABLE]}); "
             f"submit again, or unset {END_VARIABLE} outside of a job"
         )
-    return min(budget_seconds, left - min(MARGIN_SECONDS, MARGIN_SHARE * left))
+    return min(budget_seconds, left - margin_seconds(left))

@@ -43,6 +43,10 @@ def parse_duration(text: str, name: str = "duration") -> float:
 
     Every number carries its unit (h, m, s, in this order), so that `45` can never be read as seconds by one
     program and as minutes by the next. Raises ConfigError for anything else, and for zero.
+
+    >>> from tinyllm_ray.clock import format_duration, parse_duration
+    >>> parse_duration("1h30m"), format_duration(90)
+    (5400.0, '1m30s')
     """
     match = _DURATION.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None or not any(match.groups()):

@@ -8,10 +8,12 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Callable
-from typing import NoReturn, TextIO
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
 
 from tinyllm_ray.errors import EXIT_SIGINT, EXIT_USER, TinyllmRayError
+from tinyllm_ray.paths import shown, unusable
 
 
 class Parser(argparse.ArgumentParser):
@@ -23,8 +25,41 @@ class Parser(argparse.ArgumentParser):
         # What begins with a minus and a digit is a value, so that `--budget -5m` is answered for what it is.
         self._negative_number_matcher = re.compile(r"-\d")
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """argparse's, which ends where a value is a path that no file system takes."""
+        options = super().parse_args(args, namespace)
+        for name, value in vars(options).items():
+            for one in value if isinstance(value, list) else [value]:
+                if isinstance(one, str | Path) and (why := unusable(one)):
+                    self.error(f"{self._shown(name)} {shown(one)}: {why}")
+        return options
+
+    def _shown(self, name: str) -> str:
+        """An option as it is written; what stands without a name by the name it has in the help."""
+        written = "--" + name.replace("_", "-")
+        return written if any(written in parser._option_string_actions for parser in self._all()) else name.upper()
+
+    def _all(self) -> Iterator[argparse.ArgumentParser]:
+        yield self
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                yield from action.choices.values()
+
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USER, f"error: {message}; see {self.prog} --help\n")
+
+
+def examples_of(epilog: str, command: str) -> str:
+    """The examples of one command, with what is said of each, out of those of all."""
+    kept: list[str] = []
+    keep = False
+    for line in epilog.partition("examples:\n")[2].partition("\n\n")[0].splitlines():
+        if line.startswith("  python "):
+            words = line.split()
+            keep = len(words) > 3 and words[3] == command
+        if keep:
+            kept.append(line)
+    return "\n".join(["examples:", *kept])
 
 
 def say(line: str, stream: TextIO | None = None) -> None:
@@ -49,5 +84,5 @@ def exit_status(command: Callable[[], int]) -> int:
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
-        say(f"error: {str(error.filename)[:60]}...: this name is longer than a file's may be", sys.stderr)
+        say(f"error: {shown(str(error.filename))}: this name is longer than a file's may be", sys.stderr)
         return EXIT_USER

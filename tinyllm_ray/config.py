@@ -1,8 +1,9 @@
 """What is trained (the recipe) and how it is run (the execution), as validated models.
 
 A configuration has the sections model, data, optimizer, training, evaluation and packing (together the recipe, which
-has an identity), execution and evaluation_execution (which may change speed and nothing else) and output. It is read
-from a preset, a YAML file that may name a preset to start from, and `--set dotted.key=value`.
+has an identity), execution and evaluation_execution (which may change speed and nothing else), output, and tuned where
+a study selected it. It is read from a preset, a YAML file that may name a preset to start from, and
+`--set dotted.key=value`.
 """
 
 import copy
@@ -15,10 +16,18 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import ValidationError, model_validator
+from pydantic import SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
 
 from tinyllm_ray.errors import ConfigError
-from tinyllm_ray.execution import CUDA_GRAPH_MODES, EvaluationExecutionConfig, ExecutionConfig, PackedBackward
+from tinyllm_ray.execution import (
+    CUDA_GRAPH_MODES,
+    EvaluationExecutionConfig,
+    ExecutionConfig,
+    PackedBackward,
+    default_micro_batch_size,
+    default_packed_backward,
+)
+from tinyllm_ray.promise import Promise
 from tinyllm_ray.sections import (
     DataConfig,
     EvaluationConfig,
@@ -32,14 +41,18 @@ from tinyllm_ray.sections import (
 from tinyllm_ray.validation import explain
 from tinyllm_ray.yamlfile import dump_yaml, parse_yaml, read_mapping
 
-DEFAULT_MICRO_BATCH_SIZES = (32, 16, 8)
-
-_ONE_BY_ONE_ROWS = 32
-"""Rows of a micro-batch from which one model's matrix products fill a GPU: packing them gains nothing (20m, H200)."""
-
 
 class Config(Section):
-    """A complete configuration."""
+    """A complete configuration.
+
+    >>> from tinyllm_ray.config import load
+    >>> config = load("20m-32k")
+    >>> config.model.parameters, config.targets_per_update, config.accumulation
+    (20403520, 32768, 1)
+    >>> faster = config.with_execution({"micro_batch_size": 8, "update": "graph"})
+    >>> faster.accumulation, faster.recipe_identity == config.recipe_identity
+    (4, True)
+    """
 
     model: ModelConfig
     data: DataConfig = DataConfig()
@@ -50,6 +63,13 @@ class Config(Section):
     execution: ExecutionConfig = ExecutionConfig()
     evaluation_execution: EvaluationExecutionConfig = EvaluationExecutionConfig()
     output: OutputConfig = OutputConfig()
+    tuned: Promise | None = None
+    """What the study that selected this execution promises of it."""
+
+    @model_serializer(mode="wrap")
+    def _leave_out_no_promise(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = dump(self)
+        return {name: value for name, value in values.items() if name != "tuned" or value is not None}
 
     @model_validator(mode="after")
     def _check_division(self) -> Self:
@@ -161,24 +181,29 @@ class Config(Section):
         """SHA-256 over the recipe."""
         return identity(self.recipe)
 
+    @property
+    def workload(self) -> dict[str, Any]:
+        """All that an update's time depends on beside the machine, as plain values.
+
+        Rates, seeds and lengths are left out: what a study found out counts for every training of a sweep over them.
+        """
+        values = self.model_dump(mode="json", include={"model", "packing", "execution"})
+        values["packing"].pop("variants")
+        return values | {"tokens_per_update": self.training.tokens_per_update}
+
+    @property
+    def workload_identity(self) -> str:
+        """SHA-256 over the workload."""
+        return identity(self.workload)
+
     def with_execution(self, settings: Mapping[str, Any]) -> "Config":
-        """The same recipe under other execution settings; those not named stay."""
-        values = self.model_dump(mode="json")
+        """The same recipe under other execution settings, promised by nobody; those not named stay."""
+        values = self.model_dump(mode="json", exclude={"tuned"})
         values["execution"] |= settings
         return validate(values, "execution")
 
     def to_yaml(self) -> str:
         return dump_yaml(self.model_dump(mode="json"))
-
-
-def default_micro_batch_size(rows: int) -> int:
-    """The largest of 32, 16, 8 that divides `rows`, else all of them in one."""
-    return next((size for size in DEFAULT_MICRO_BATCH_SIZES if rows % size == 0), rows)
-
-
-def default_packed_backward(micro_batch_size: int) -> PackedBackward:
-    """One by one where a micro-batch of one model is large enough to fill a device, else all models at once."""
-    return "one_by_one" if micro_batch_size >= _ONE_BY_ONE_ROWS else "at_once"
 
 
 def decimal(number: float) -> Fraction:
@@ -202,6 +227,15 @@ def load(source: str | Path, overrides: Iterable[str] = ()) -> Config:
     """A configuration from a preset's name or a YAML file, then `section.key=value` overrides.
 
     A file may start from a preset with a top-level `preset: NAME`. Raises ConfigError.
+
+    >>> from pathlib import Path
+    >>> from tinyllm_ray.config import load
+    >>> _ = Path("mine.yaml").write_text("preset: nano\\noptimizer: {weight_decay: 0.05}\\n")
+    >>> load("mine.yaml", ["training.seed=7"]).optimizer.weight_decay
+    0.05
+    >>> load("nano", ["training.sed=7"])
+    Traceback (most recent call last):
+    tinyllm_ray.errors.ConfigError: preset nano with --set: training.sed: there is no such key; did you mean ...
     """
     return override(*_read(source), overrides)
 

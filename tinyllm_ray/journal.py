@@ -6,12 +6,15 @@ recorded: readers leave it out and the next append removes it. Standard library 
 
 import json
 import os
+import re
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from tinyllm_ray.errors import TinyllmRayError
+
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 
 
 def append_line(path: Path, entry: dict[str, Any]) -> None:
@@ -62,6 +65,19 @@ def write_atomically(path: Path, data: bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def is_torn(path: Path) -> bool:
+    """Whether `write_atomically` was killed, or is at it, where it left this file."""
+    return _TEMPORARY.fullmatch(path.name) is not None
+
+
+def remove_torn(folder: Path) -> None:
+    """Remove what killed writers left in a folder that has no living one; a missing folder holds none."""
+    if folder.is_dir():
+        for path in folder.iterdir():
+            if is_torn(path):
+                path.unlink(missing_ok=True)
 
 
 def _end_of_last_line(file: BinaryIO) -> int:

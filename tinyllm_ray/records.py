@@ -194,8 +194,9 @@ class Proof(_Record):
     """At the updates that every candidate is checked at, as far as its protocol went."""
 
 
-Purpose = Literal["search", "control", "verification"]
-"""search: to find out how fast a candidate is; control: how fast its device is; verification: the final verdict."""
+Purpose = Literal["search", "control", "verification", "repeat"]
+"""search: to find out how fast a candidate is; control: how fast its device is; verification: the final verdict;
+repeat: a candidate that has a figure once more, as somebody asked for, which replaces nothing."""
 
 
 class TrialRecord(_Record):
@@ -269,5 +270,12 @@ class TrialRecord(_Record):
 
 
 def read_records(path: Path) -> list[TrialRecord]:
-    """The records of a study, oldest first; a torn last line is left out."""
+    """The records of a study, oldest first; a torn last line is left out.
+
+    >>> from pathlib import Path
+    >>> from tinyllm_ray.records import Fate, read_records
+    >>> records = read_records(Path("studies/nano/trials.jsonl"))
+    >>> sum(record.fate is Fate.COMPLETE for record in records) > 0
+    True
+    """
     return [TrialRecord.model_validate(entry) for entry in journal.read_lines(path)]

@@ -76,14 +76,16 @@ def scenarios(table: Table) -> list[Scenario]:
 
 
 def run_study(table: Table, seed: int, scenario: Scenario, budget: float, search: bool = True) -> Path_:
-    """The study, verification included, or its baseline alone."""
+    """The study, controls and verification included, or its baseline alone; on one device, which has no name."""
     machine = Machine(table, seed)
     objective = Objective("training", scenario.tokens, scenario.runs)
     priors = Priors(table.space.device_kind).without(*table.without)
     study = Study(table.space, objective=objective, verifier=InterleavedPairs(), priors=priors)
     elapsed, trials, choices = 0.0, 0, []
-    while isinstance(answer := study.ask(budget - elapsed), Trial):
+    while isinstance(answer := study.ask(budget - elapsed, ""), Trial):
         record = machine.measure(answer.candidate.execution, candidate=answer.candidate.id)
+        purpose = "control" if answer.stage == "control" else "search"
+        record = record.model_copy(update={"timestamp": elapsed, "purpose": purpose})
         elapsed, trials = elapsed + (record.seconds.total or 0.0), trials + 1
         study.tell(record)
         selection = study.selection()

@@ -19,8 +19,10 @@ COLD = {"eager": 0.8, "default": 20.0, "reduce-overhead": 21.0, "graph": 21.0, "
 WARM = {"eager": 0.8, "default": 3.7, "reduce-overhead": 4.0, "graph": 4.5, "max-autotune": 3.5}
 
 
-def kernel_space(kernels: tuple[str, ...], modes: tuple[str, ...] = ("default", "reduce-overhead")) -> FittedSpace:
-    """20m at 32,768 targets an update: sizes, kinds, backends and Triton kernels."""
+def kernel_space(
+    kernels: tuple[str, ...], modes: tuple[str, ...] = ("default", "reduce-overhead"), preset: str = "20m-32k"
+) -> FittedSpace:
+    """Micro-batches, kinds, backends and Triton kernels, for a preset of 32,768 targets an update."""
     factors: dict[str, list[Any]] = {
         "micro_batch_size": [4, 8, 16, 32],
         "update": ["eager", "compiled", "graph"],
@@ -36,7 +38,7 @@ def kernel_space(kernels: tuple[str, ...], modes: tuple[str, ...] = ("default", 
             "when": {"compile_mode": {"update": ["compiled"]}},
         }
     )
-    return fit_space(space, load("20m-32k"), "cuda", 16)
+    return fit_space(space, load(preset), "cuda", 16)
 
 
 def factorial(name: str, seed: int, kernels: tuple[str, ...] = KERNELS, failures: bool = True) -> Table:

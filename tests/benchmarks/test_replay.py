@@ -8,6 +8,7 @@ from replay import oracle_seconds, regrets_of, run_rival, run_study, scenarios, 
 from replay_factorial import KERNELS, factorial
 from replay_machine import Machine, Table
 from replay_rivals import rivals
+from replay_sizes import family, sizes_in_turn
 from replay_tables import gh200, h200, recorded
 
 from tinyllm_ray.config import identity, load
@@ -115,3 +116,23 @@ def test_a_recorded_table_is_played_as_it_was_written(tmp_path: Path) -> None:
     assert table[SMALL.space.baseline].warm == lines[1].seconds.compile
     case = scenarios(table)[0]
     assert total_seconds(run_study(table, 0, case, 900), table, case, 900) < 1.5 * oracle_seconds(table, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "number", "second", "third"),
+    [("apart", 2, 0.7, 1.1), ("alike", 2, 0.8, 0.7), ("alike", 0, 1.1, 0.8)],
+)
+def test_a_next_size_begins_with_what_the_last_one_showed_and_is_not_misled_by_it(
+    kind: str, number: int, second: float, third: float
+) -> None:
+    """`apart` plants a kernel and a kind that gain at two sizes and lose at the third.
+
+    `second` and `third` are trials of the search over those of a study that begins with nothing, at most.
+    """
+    tables = family(kind, number, KERNELS[:2])
+    alone, carried = (sizes_in_turn(tables, 0, 2700, carry) for carry in (False, True))
+    assert alone[0] == carried[0]
+    assert [one["regret"] for one in carried] == [0.0] * 3
+    assert carried[1]["searched"] < second * alone[1]["searched"]
+    assert carried[2]["searched"] < third * alone[2]["searched"]

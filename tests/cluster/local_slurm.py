@@ -1,5 +1,6 @@
 """A Slurm of several nodes on this machine, and what its tests ask of it."""
 
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "cluster" / "local_slurm.sh"
+PATIENCE_SECONDS = 600.0
+"""For anything to happen; ten times what it takes on two idle cores."""
 _ITS_OWN = re.compile(r"local_slurm\.sh boot|^slurmd |^ps ")
 
 
@@ -33,7 +36,9 @@ class LocalSlurm:
 
     def try_login(self, *command: object) -> "subprocess.CompletedProcess[str]":
         words = [str(SCRIPT), "login", str(self.folder), "env", *self.environment, *map(str, command)]
-        return subprocess.run(words, cwd=self.work, text=True, capture_output=True, timeout=60, check=False)
+        return subprocess.run(
+            words, cwd=self.work, text=True, capture_output=True, timeout=PATIENCE_SECONDS, check=False
+        )
 
     def submit(self, *arguments: object) -> int:
         """The number of a job that `submit` has submitted."""
@@ -50,21 +55,38 @@ class LocalSlurm:
         (value,) = re.findall(rf"\b{name}=(\S+)", self.login("scontrol", "show", "job", "--oneliner", job))
         return str(value)
 
-    def ended(self, job: int, seconds: float = 150) -> str:
+    def ended(self, job: int, seconds: float = PATIENCE_SECONDS) -> str:
         """Waits for a job's end; its state."""
         self.wait(lambda: self.field(job, "JobState") not in ("PENDING", "RUNNING", "COMPLETING"), seconds)
         # A job has ended when its batch script has; its steps' last processes go within Slurm's KillWait.
         return self.field(job, "JobState")
 
-    def wait_for_line(self, job: int, text: str, seconds: float = 120) -> None:
-        self.wait(lambda: self.log(job).exists() and text in self.log(job).read_text(), seconds)
+    def wait_for_line(self, job: int, text: str) -> None:
+        """Waits until a job's log has `text`; fails with the log when the job ends before."""
+
+        def is_said() -> bool:
+            over = self.field(job, "JobState") not in ("PENDING", "RUNNING", "COMPLETING")
+            log = self.log(job).read_text() if self.log(job).exists() else ""
+            assert text in log or not over, log
+            return text in log
+
+        self.wait(is_said)
 
     def processes(self, node: str) -> list[str]:
         """Command lines of all processes on a node but Slurm's daemon."""
-        listed = subprocess.run(
-            [SCRIPT, "on", self.folder, node, "ps", "-eo", "args="], text=True, capture_output=True, check=True
-        )
-        return [line for line in listed.stdout.splitlines() if not _ITS_OWN.search(line)]
+        return [line for line in self.on(node, "ps", "-eo", "args=").splitlines() if not _ITS_OWN.search(line)]
+
+    def end_process(self, node: str, command: str) -> None:
+        """SIGKILL the one process on a node whose command line begins like `command`."""
+        listed = self.on(node, "ps", "-ww", "-eo", "pid=,args=").splitlines()
+        found = [line.split(None, 1)[0] for line in listed if re.match(command, line.split(None, 1)[1])]
+        assert len(found) == 1, listed
+        self.on(node, "kill", "-KILL", found[0])
+
+    def on(self, node: str, *command: str) -> str:
+        """Standard output of a command on a node."""
+        words = [str(SCRIPT), "on", str(self.folder), node, *command]
+        return subprocess.run(words, text=True, capture_output=True, check=True).stdout
 
     def files(self, node: str) -> list[str]:
         """Names in a node's own /tmp."""
@@ -73,8 +95,12 @@ class LocalSlurm:
     def kill(self, node: str) -> None:
         subprocess.run([SCRIPT, "kill", self.folder, node], check=True)
 
+    def is_empty(self, *nodes: str) -> bool:
+        """Whether nothing runs on the nodes but Slurm's daemons."""
+        return not any(self.processes(node) for node in nodes)
+
     @staticmethod
-    def wait(condition: Callable[[], bool], seconds: float) -> None:
+    def wait(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
         """Slurm tells nobody; so it is asked."""
         end = time.monotonic() + seconds
         while not condition():
@@ -83,13 +109,18 @@ class LocalSlurm:
 
 
 @contextmanager
-def booted(nodes: int, cpus: int, gpus: int, cache: Path) -> Iterator[LocalSlurm]:
-    """While entered, a Slurm with nodes n1, n2, ...; it and all of its processes are gone afterwards."""
+def booted(nodes: int, cpus: int, gpus: int, cache: Path, tmp_mb: int | None = None) -> Iterator[LocalSlurm]:
+    """While entered, a Slurm with nodes n1, n2, ...; it and all of its processes are gone afterwards.
+
+    A node's /tmp holds `tmp_mb`; as much as this machine's disk where nothing is said.
+    """
     # Not in a test's own folder: a socket's path is short, and nodes have a /tmp of their own.
     folder = Path(tempfile.mkdtemp(prefix="tinyllm-slurm-", dir="/var/tmp"))
     shared = [str(path) for path in (ROOT, Path(sys.prefix), Path(sys.base_prefix), cache)]
     try:
-        subprocess.run([SCRIPT, "start", folder, *map(str, (nodes, cpus, gpus)), *shared], check=True)
+        environment = os.environ | ({} if tmp_mb is None else {"TMP_MB": str(tmp_mb)})
+        command = [SCRIPT, "start", folder, *map(str, (nodes, cpus, gpus)), *shared]
+        subprocess.run(command, env=environment, check=True)
         slurm = LocalSlurm(folder, (f"TINYLLM_RAY_CACHE={cache}", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1"))
         slurm.work.mkdir()
         yield slurm

@@ -25,6 +25,13 @@ def test_a_dry_run_prints_the_script(capsys: pytest.CaptureFixture[str]) -> None
     assert "symmetric-run" not in "".join(lines)
 
 
+def test_a_job_comes_back_only_where_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    for asked, last in (([], "--no-requeue"), (["--requeue"], "--requeue")):
+        assert main([*SUBMIT, *asked, "--dry-run", *TUNE]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line for line in lines if "requeue" in line][-1] == f"#SBATCH {last}"
+
+
 def test_the_command_line_goes_before_the_site(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     site = tmp_path / "site.yaml"
     site.write_text("account: theirs\npartition: gh200\ngpus_per_node: 4\nsbatch: [--exclusive]\ninterface: hsn0\n")

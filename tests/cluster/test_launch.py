@@ -6,7 +6,8 @@ import pytest
 
 from tinyllm_ray.allocation import END_VARIABLE
 from tinyllm_ray.clock import Deadline
-from tinyllm_ray.cluster.launch import Ended, build_parser, driver_environment, gather, launch, program
+from tinyllm_ray.cluster.driver import driver_environment
+from tinyllm_ray.cluster.launch import Ended, build_parser, gather, launch, program
 from tinyllm_ray.cluster.node import Node
 from tinyllm_ray.cluster.steps import Steps, step_command
 from tinyllm_ray.errors import ConfigError, NoResultError
@@ -66,6 +67,7 @@ def test_a_step_that_ends_is_missing_with_sruns_own_words(tmp_path: Path, monkey
 def test_what_runs_is_a_command_of_the_package_or_a_file() -> None:
     assert program(["tune", "--budget", "45m"]) == ["-m", "tinyllm_ray.tune", "--budget", "45m"]
     assert program(["--", "train", "evaluate", "--"]) == ["-m", "tinyllm_ray.train", "evaluate", "--"]
+    assert program(["selfcheck", "--measure"]) == ["-m", "tinyllm_ray.cluster", "selfcheck", "--measure"]
     assert program(["mine.py", "-x"]) == ["mine.py", "-x"]
     for words in ([], ["--"], ["rm", "-rf"], ["cluster"]):
         with pytest.raises(ConfigError, match=r"tune, train, data or a FILE\.py"):

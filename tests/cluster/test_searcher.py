@@ -7,7 +7,8 @@ from typing import Any
 from ray import cloudpickle
 from scripted_driver import ScriptedDriver, tiny_request
 
-from tinyllm_ray.cluster.trials import CandidateTrial, _Searcher
+from tinyllm_ray.cluster.searcher import CandidateSearcher
+from tinyllm_ray.cluster.trials import CandidateTrial
 from tinyllm_ray.data.cache import TokenCache
 
 SHORT = {"warmup_updates": 1, "windows": 1, "updates_per_window": 1}
@@ -27,10 +28,10 @@ class Script(ScriptedDriver):
         self.lost.append(candidate)
 
 
-def searcher_over(driver: Script, most_at_once: int) -> _Searcher:
+def searcher_over(driver: Script, most_at_once: int) -> CandidateSearcher:
     first = driver.ask()
     assert first is not None
-    return _Searcher(driver, first, most_at_once, Path("logs"), "servers")
+    return CandidateSearcher(driver, first, most_at_once, Path("logs"), "servers")
 
 
 def test_no_more_run_at_once_than_devices_whatever_ends_them() -> None:

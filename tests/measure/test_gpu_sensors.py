@@ -7,52 +7,11 @@ from typing import Any
 import pynvml
 import pytest
 import torch
+from small_nvml import UUID, SmallNvml, unsupported
 
 from tinyllm_ray.measure import gpu_sensors
-from tinyllm_ray.measure.gpu_sensors import GpuSensors, open_sensors
+from tinyllm_ray.measure.gpu_sensors import GpuSensors, open_sensors, uuid_of
 from tinyllm_ray.records import GpuState
-
-UUID = "GPU-5a0b3c1d-0000-1111-2222-333344445555"
-
-
-class SmallNvml:
-    """One H200 in NVML's units: MHz, milliwatts, millijoules since the driver was loaded; the constants are real."""
-
-    NVMLError = pynvml.NVMLError
-    NVML_CLOCK_SM, NVML_CLOCK_MEM = pynvml.NVML_CLOCK_SM, pynvml.NVML_CLOCK_MEM
-    NVML_TEMPERATURE_GPU = pynvml.NVML_TEMPERATURE_GPU
-
-    def __init__(self, **changes: Any) -> None:
-        self.answers: dict[str, Any] = {
-            "nvmlDeviceGetPowerUsage": 612_345,
-            "nvmlDeviceGetTotalEnergyConsumption": 5_000_000,
-            "nvmlDeviceGetTemperature": 61,
-            "nvmlDeviceGetCurrentClocksEventReasons": 0,
-            pynvml.NVML_CLOCK_SM: 1755,
-            pynvml.NVML_CLOCK_MEM: 3201,
-            "nvmlInit": None,
-        } | changes
-
-    def _answer(self, name: Any) -> Any:
-        if isinstance(self.answers[name], Exception):
-            raise self.answers[name]
-        return self.answers[name]
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
-        if uuid != UUID:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
-        return "handle"
-
-    def nvmlDeviceGetClockInfo(self, handle: str, clock: int) -> int:
-        assert handle == "handle"
-        return int(self._answer(clock))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("nvmlClocksEventReason"):
-            return getattr(pynvml, name)
-        if name in self.answers:
-            return lambda *arguments: self._answer(name)
-        raise AttributeError(name)
 
 
 def opened(**changes: Any) -> tuple[GpuSensors, SmallNvml]:
@@ -62,15 +21,11 @@ def opened(**changes: Any) -> tuple[GpuSensors, SmallNvml]:
     return sensors, nvml
 
 
-def unsupported() -> Exception:
-    error: Exception = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-    return error
-
-
 @pytest.mark.parametrize(
     "name",
     [
-        *("nvmlInit", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetClockInfo", "nvmlDeviceGetPowerUsage"),
+        *("nvmlInit", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetUUID", "nvmlDeviceGetHandleByUUID"),
+        *("nvmlDeviceGetClockInfo", "nvmlDeviceGetPowerUsage"),
         *("nvmlDeviceGetTemperature", "nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetCurrentClocksEventReasons"),
         *(f"nvmlClocksEventReason{reason}" for reason in gpu_sensors._REASONS),
     ],
@@ -181,6 +136,14 @@ def test_a_window_says_what_held_its_clocks(mask: int, reasons: list[str], throt
     assert state is not None
     assert state.throttle_reasons == reasons
     assert state.throttled is throttled
+
+
+@pytest.mark.parametrize(
+    ("visible", "uuid"),
+    [("0", UUID), ("0,1", UUID), ("7", None), (UUID, UUID), ("MIG-1", None), ("", None), ("NoDevFiles", None)],
+)
+def test_the_device_that_a_process_sees_has_a_uuid(visible: str, uuid: str | None) -> None:
+    assert uuid_of(visible, SmallNvml()) == uuid
 
 
 def test_unknown_is_not_unthrottled() -> None:

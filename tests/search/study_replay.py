@@ -2,15 +2,16 @@
 
 import heapq
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tinyllm_ray.config import Config, load
-from tinyllm_ray.records import Fate, Memory, Seconds, TrialRecord, Window
+from tinyllm_ray.records import Device, Fate, Memory, Seconds, TrialRecord, Window
 from tinyllm_ray.search.answers import Finished, Trial, Wait
 from tinyllm_ray.search.candidate import Candidate
 from tinyllm_ray.search.fitting import DeviceKind, FittedSpace, fit_space
+from tinyllm_ray.search.noise import device_name
 from tinyllm_ray.search.space import Space
 from tinyllm_ray.search.study import Study
 
@@ -168,6 +169,17 @@ def actual_seconds(trial: Trial, result: TrialRecord) -> float:
     return result.seconds.total or 1.0
 
 
+def on_device(result: TrialRecord, number: int, speed: float, timestamp: float) -> TrialRecord:
+    """The result as a device of another speed would have given it."""
+    place = Device(kind="cuda", name="GPU", identifier=f"GPU-{number}", host="node")
+    rates = [window.targets_per_second * speed for window in result.windows]
+    changes: dict[str, Any] = {"devices": [place], "timestamp": timestamp}
+    if rates:
+        changes["windows"] = [_window(index, rate) for index, rate in enumerate(rates)]
+        changes["targets_per_second"] = sorted(rates)[len(rates) // 2]
+    return result.model_copy(update=changes)
+
+
 def replay(
     study: Study,
     outcome: Callable[[Trial], TrialRecord] = gh200,
@@ -176,28 +188,38 @@ def replay(
     seconds: Callable[[Trial, TrialRecord], float] = actual_seconds,
     stop_after: int | None = None,
     most: int | None = None,
+    speeds: Sequence[float] = (),
 ) -> Replay:
     """Run `study` to its end with `workers` trials at once; the clock is simulated.
 
-    `stop_after` so many records, or start no more than `most` trials and wait for what runs.
+    `stop_after` so many records, or start no more than `most` trials and wait for what runs. `speeds` are those of the
+    workers' devices, where they have devices.
     """
     done = Replay(study)
     running: list[tuple[float, int, TrialRecord]] = []
+    free, freed = list(range(len(speeds))), None
     while stop_after is None or len(done.records) < stop_after:
         full = len(running) >= workers or (most is not None and len(done.trials) >= most)
         if full and not running:
             break
-        answer = Wait("all workers are busy") if full else study.ask(budget - done.elapsed)
+        answer = Wait("all workers are busy") if full else study.ask(budget - done.elapsed, freed)
         if isinstance(answer, Trial):
             done.trials.append(answer)
             result = outcome(answer)
-            if answer.stage == "verification":
-                result = result.model_copy(update={"purpose": "verification", "round": answer.round})
+            if answer.stage in ("control", "verification"):
+                result = result.model_copy(update={"purpose": answer.stage, "round": answer.round})
+            if speeds:
+                number = free[-1] if answer.device is None else int(answer.device.removeprefix("GPU-"))
+                free.remove(number)
+                result = on_device(result, number, speeds[number], done.elapsed)
             heapq.heappush(running, (done.elapsed + seconds(answer, result), len(done.trials), result))
         elif isinstance(answer, Wait):
             done.elapsed, _, result = heapq.heappop(running)
             done.records.append(result)
             study.tell(result)
+            if speeds:
+                freed = device_name(result)
+                free.append(int(freed.removeprefix("GPU-")))
         else:
             assert not running
             done.finished = answer

@@ -174,3 +174,45 @@ def test_a_trial_cut_before_its_first_update_says_nothing_about_its_compilation(
     verdict = select([whole, lost, dear])
     assert verdict is not None
     assert verdict.record is whole
+
+
+def peak(share: float) -> dict[str, Any]:
+    return {"memory": Memory(peak_reserved_bytes=int(100e9 * share), used_bytes=None, total_bytes=int(100e9))}
+
+
+def test_one_that_fills_the_memory_does_not_win_a_tie_and_its_reason_says_so() -> None:
+    """It starts as soon as the other; a run of hours may need what it leaves."""
+    full, roomy = (
+        measured(1, 99.0, 101.0, 103.0, **peak(0.975)),
+        measured(2, 99.0, 100.0, 101.0, first=90.0, **peak(0.9)),
+    )
+    verdict = select([full, roomy])
+    assert verdict is not None
+    assert verdict.record is roomy
+    assert verdict.ties == (full,)
+    assert f"{full.candidate} leaves less than 3% of the memory free" in verdict.reason
+
+
+def test_one_that_fills_the_memory_wins_alone_and_among_its_like_with_a_warning() -> None:
+    full, slow = measured(1, 149.0, 150.0, 151.0, **peak(0.975)), measured(2, 99.0, 100.0, 101.0, **peak(0.5))
+    for records in ([full, slow], [full, measured(3, 149.0, 150.0, 151.0, first=90.0, **peak(0.98))]):
+        verdict = select(records)
+        assert verdict is not None
+        assert verdict.record is full
+        assert verdict.reason.endswith("it leaves less than 3% of the memory free, which a long run may need")
+
+
+def test_memory_that_is_not_known_is_not_full() -> None:
+    unknown, roomy = measured(1, 99.0, 101.0, 103.0), measured(2, 99.0, 100.0, 101.0, first=90.0, **peak(0.9))
+    verdict = select([unknown, roomy])
+    assert verdict is not None
+    assert verdict.record is unknown
+    assert "memory free" not in verdict.reason
+
+
+def test_the_doubt_about_two_devices_makes_a_tie_of_what_it_covers() -> None:
+    slow, fast = measured(1, 100.0, 100.0, 100.0), measured(2, 102.0, 102.0, 102.0, first=90.0)
+    for doubt, chosen in ((0.01, fast), (0.03, slow)):
+        verdict = select([slow, fast], doubt=lambda one, other, doubt=doubt: 0.0 if one is other else doubt)
+        assert verdict is not None
+        assert verdict.record is chosen

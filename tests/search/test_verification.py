@@ -174,11 +174,43 @@ class TestTime:
         assert len({run.protocol for run in runs[:2]}) == 1, "both sides of a pair are measured alike"
         assert (runs[0].protocol.version == 2) == (budget < 100)
 
-    def test_with_time_for_one_pair_only_the_ratio_stays_open(self) -> None:
-        told = verify(quiet(), {"A": 0.0, "B": 0.05}, budget_seconds=2.5 * predict({}, Protocol()))
-        verdict = told.outcome.verdicts["B"]
-        assert (verdict.pairs, verdict.outcome) == (1, "open")
-        assert verdict.low < math.exp(0.05) < verdict.high
+    def test_three_short_rounds_go_before_a_long_one(self) -> None:
+        """Here a process takes 10.6 s by the study's protocol, and 7.2 s at the least."""
+        told = verify(quiet(), {"A": 0.0, "B": 0.05}, budget_seconds=50.0)
+        assert (told.outcome.verdicts["B"].pairs, told.outcome.verdicts["B"].outcome) == (3, "faster")
+        phase = Phase({"A": 0.0, "B": 0.05})
+        runs, _ = phase.go(2, remaining=50.0)
+        assert {(run.protocol.version, run.protocol.windows, run.protocol.most_windows) for run in runs} == {
+            ("adaptive", 3, 3)
+        }
+        runs, _ = Phase({"A": 0.0, "B": 0.05}).go(2, remaining=65.0)
+        assert {run.protocol for run in runs} == {Protocol()}, "the study's own where there is time for it"
+
+    def test_without_time_for_three_rounds_none_begins_and_nothing_is_claimed(self) -> None:
+        phase = Phase({"A": 0.0, "B": 0.05})
+        runs, done = phase.go(remaining=40.0)
+        assert runs == []
+        assert done == Done("budget: 3 pairs of processes need up to 43 s", True)
+        assert phase.verification.outcome() is None
+
+    def test_short_rounds_are_begun_by_what_they_are_expected_to_take(self) -> None:
+        """A process may take 7.2 s at most and is expected to take half: six end in 43.2 s, and in 25.2 s as a rule."""
+        for remaining, begins in ((25.3, True), (25.1, False)):
+            phase = Phase({"A": 0.0, "B": 0.05})
+            phase.verification = Verification(
+                phase.records, "A", ["B"], predict, expect=lambda *asked: predict(*asked) / 2
+            )
+            runs, _ = phase.go(1, remaining=remaining)
+            assert bool(runs) == begins
+
+    def test_fewer_than_three_pairs_say_nothing(self) -> None:
+        """As where a study is ended in mid-verification."""
+        phase = Phase({"A": 0.0, "B": 0.05})
+        phase.go(5)
+        assert len(phase.verification.pairs("B", "A")) == 2
+        assert phase.verification.outcome() is None
+        phase.go(1)
+        assert phase.verification.outcome() is not None
 
     def test_no_more_is_spent_on_an_open_comparison_than_it_is_worth(self) -> None:
         """Later rounds together cost at most what taking the wrong one would."""
@@ -223,6 +255,33 @@ class TestFailures:
         assert Verification(records, "A", [], predict).ask(1e9).reason.startswith("the baseline is the best")
         assert Verification(records[1:], "A", ["B"], predict).ask(1e9).reason.startswith("the baseline has no figure")
 
+    @pytest.mark.parametrize("gain", [0.05, 0.0, -0.05])
+    def test_a_baseline_that_fails_after_a_few_rounds_leaves_their_verdict(self, gain: float) -> None:
+        phase = Phase({"A": 0.0, "B": gain})
+        broken = {"fate": Fate.LOST, "reason": "its node went away", "targets_per_second": None}
+        phase.go(6)
+        _, done = phase.go(spoil=lambda run: broken if run.candidate.execution_identity == "A" else {})
+        if "A" in phase.verification.withdrawn:
+            assert done.reason.startswith("the baseline cannot be verified")
+        outcome = phase.verification.outcome()
+        if gain > 0:
+            assert "A" in phase.verification.withdrawn, "it was to run under load"
+            assert outcome is not None
+            assert outcome.selected.execution_identity == "B"
+            assert outcome.speedup is not None
+            assert outcome.speedup.pairs == 3
+
+    def test_a_baseline_that_is_out_wins_nothing(self) -> None:
+        """Not even a tie, as one that did not run at last."""
+        phase = Phase({"A": 0.0, "B": 0.0, "C": -0.2})
+        phase.go(9)
+        phase.verification.withdrawn["A"] = "failed in the verification: lost"
+        outcome = phase.verification.outcome()
+        assert outcome is not None
+        assert outcome.selected.execution_identity == "B"
+        phase.verification.withdrawn["B"] = "failed in the verification: lost"
+        assert phase.verification.outcome() is None, "C is slower than what it was compared with"
+
     def test_a_process_on_another_device_makes_no_pair(self) -> None:
         phase = Phase({"A": 0.0, "B": 0.05})
         elsewhere = a_record("x", device="GPU-2").devices
@@ -230,6 +289,37 @@ class TestFailures:
         runs, _ = phase.go(spoil=lambda run: next(moved, {}))
         assert letters(runs[:4]) == "ABBB"
         assert not phase.verification.withdrawn
+
+
+class TestSeveralDevices:
+    """The search ran the finalist on GPU-2 and the others elsewhere."""
+
+    @staticmethod
+    def phase() -> Phase:
+        elsewhere = {"devices": a_record("x", device="GPU-2").devices}
+        return Phase({"A": 0.0, "B": 0.05}, B=elsewhere)
+
+    def test_pairs_are_made_where_the_choice_ran_as_its_compilation_is_there(self) -> None:
+        phase = self.phase()
+        there = {"devices": a_record("x", device="GPU-2").devices}
+        runs, done = phase.go(spoil=lambda run: there)
+        assert {run.device for run in runs} == {"GPU-2"}
+        assert done == Done("every comparison is decided")
+
+    def test_a_device_that_goes_away_costs_the_round_and_not_the_verdict(self) -> None:
+        phase = self.phase()
+
+        def spoil(run: Run) -> dict[str, Any]:
+            if run.name == "B-v2":
+                return {"fate": Fate.LOST, "reason": "its node went away", "devices": []}
+            return {"devices": a_record("x", device="GPU-2" if run.round < 2 else "GPU-1").devices}
+
+        runs, done = phase.go(spoil=spoil)
+        assert letters(runs[:5]) == "ABBBA", "the round that was broken off begins anew"
+        assert [run.device for run in runs[:5]] == ["GPU-2", "GPU-2", "GPU-2", None, "GPU-1"]
+        assert {run.device for run in runs[5:]} == {"GPU-1"}
+        assert done == Done("every comparison is decided")
+        assert len(phase.verification.pairs("B", "A")) == 4
 
 
 class TestResumed:

@@ -145,7 +145,9 @@ class TestRecord:
         assert (record.seconds_per_update, record.targets_per_second) == (0.2, 853.0)
         assert (record.memory.used_bytes, record.memory.total_bytes) == (10, 20)
         assert [device.host for device in record.devices] == ["here"]
-        assert record.environment == {"python": "3", "cpu_threads": 3}
+        assert record.environment.keys() == {"python", "cpu_threads", "import_seconds"}
+        assert (record.environment["python"], record.environment["cpu_threads"]) == ("3", 3)
+        assert record.environment["import_seconds"] > 0, "the starter's first candidate has it"
         assert record.compile_cache == str(tmp_path / "compile")
         assert record.configuration == "candidates/c001.yaml"
 
@@ -354,6 +356,15 @@ class TestStarter:
         with pytest.raises(AssertionError, match="one candidate at a time"):
             launcher.begin(request_for("complete"))
 
+    def test_where_the_logs_folder_is_away_a_candidate_is_measured_without_its_log(
+        self, launcher: Launcher, request_for: MakeRequest, tmp_path: Path
+    ) -> None:
+        launcher.run(request_for("complete"))
+        (tmp_path / "logs").rename(tmp_path / "away")
+        assert launcher.run(request_for("complete")).fate is Fate.COMPLETE
+        launcher.close()
+        assert launcher.run(request_for("complete")).fate is Fate.COMPLETE, "nor does another starter need it"
+
     def test_what_a_candidate_leaves_behind_goes_with_it(self, launcher: Launcher, request_for: MakeRequest) -> None:
         launcher.begin(request_for("leave a helper"))
         pid = step_until(launcher, "forked")["pid"]
@@ -363,17 +374,24 @@ class TestStarter:
         assert ends(helper)
         assert group(pid) == []
 
+    @pytest.mark.parametrize(
+        ("number", "fate", "reason"),
+        [
+            (signal.SIGKILL, Fate.FAILED, "the starter process ended; its log is starter.log"),
+            (signal.SIGTERM, Fate.LOST, "ended by SIGTERM from outside during windows"),
+        ],
+    )
     def test_killed_it_takes_its_candidate_along_and_is_replaced(
-        self, launcher: Launcher, request_for: MakeRequest
+        self, launcher: Launcher, request_for: MakeRequest, number: signal.Signals, fate: Fate, reason: str
     ) -> None:
         launcher.begin(request_for("hang with a helper"))
         pid = step_until(launcher, "forked")["pid"]
         reach_windows(launcher)
         helper = next(member for member in group(pid) if member != pid)
         starter = starter_of(launcher)
-        os.kill(starter, signal.SIGKILL)
+        os.kill(starter, number)
         record = record_of(launcher.step())
-        assert (record.fate, record.reason) == (Fate.FAILED, "the starter process ended; its log is starter.log")
+        assert (record.fate, record.reason) == (fate, reason)
         assert not Path(f"/proc/{starter}").exists(), "or the next candidate could be handed to a dying starter"
         assert len(record.windows) == 2
         assert ends(pid)

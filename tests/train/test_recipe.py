@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinyllm_ray.config import Config, load
+from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.sections import TrainingConfig
 from tinyllm_ray.train.recipe import (
+    check_checkpoints,
     epoch_ends,
     epochs,
     learning_rate,
@@ -222,6 +224,26 @@ class TestEpochEnds:
             expected[updates_after_epoch(config, epoch)] = epoch
         expected.pop(0, None)
         assert epoch_ends(config) == expected | {total_updates(config): epochs(config)}
+
+
+class TestCheckpoints:
+    """Of the recipe, whose last update is the hundredth; where a run is cut may change when it goes on."""
+
+    @pytest.mark.parametrize("updates", [[100], [1, 7]])
+    @pytest.mark.parametrize("max_updates", [None, 3])
+    def test_up_to_the_last_update_they_may_be_asked_for(
+        self, tiny: MakeConfig, updates: list[int], max_updates: int | None
+    ) -> None:
+        output = {"checkpoint": "explicit", "checkpoint_updates": updates}
+        check_checkpoints(tiny(output=output, training={"max_updates": max_updates}))
+
+    def test_those_beyond_it_are_refused(self, tiny: MakeConfig) -> None:
+        config = tiny(output={"checkpoint": "explicit", "checkpoint_updates": [7, 101, 100]})
+        with pytest.raises(ConfigError, match="checkpoint_updates: 101 is beyond the recipe's last update, 100; leave"):
+            check_checkpoints(config)
+
+    def test_without_any_there_is_nothing_to_refuse(self, tiny: MakeConfig) -> None:
+        check_checkpoints(tiny())
 
 
 class TestLearningRate:

@@ -285,6 +285,7 @@ class TestCommandLine:
             (["--set", "data.cache=/nowhere"], "/nowhere"),
             (["--out", "/proc/run"], "--out /proc/run"),
             (["--stop-at", "0"], "--stop-at 0"),
+            (["--set", "output.checkpoint=explicit", "--set", "output.checkpoint_updates=[9, 101]"], "101 is beyond"),
             (["--resume", "x" * 300], "longer than a file's may be"),
         ],
     )

@@ -10,6 +10,7 @@ from fakes import FakeClock
 
 from tinyllm_ray.clock import Deadline
 from tinyllm_ray.config import load
+from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.records import Fate, TrialRecord, Window
 from tinyllm_ray.search.fitting import fit_space
 from tinyllm_ray.search.paired import PairedVerifier
@@ -54,8 +55,10 @@ def window(index: int, rate: float = 2048.0) -> dict[str, Any]:
     ).model_dump(mode="json")
 
 
-def ended(request: Any, fate: Fate = Fate.COMPLETE, rate: float = 2048.0, loss: float = 9.0) -> dict[str, Any]:
-    """The last event of a candidate; `loss` is that of update 10."""
+def ended(
+    request: Any, fate: Fate = Fate.COMPLETE, rate: float = 2048.0, loss: float = 9.0, host: str | None = None
+) -> dict[str, Any]:
+    """The last event of a candidate; `loss` is that of update 10, `host` where it ran."""
     running = RunningCandidate(request, Deadline.after(1), 0.0, 0.0)
     running.hear({"event": "stage", "stage": "start"})
     running.hear({"event": "stage", "stage": "compile", "seconds": 1.0})
@@ -65,10 +68,12 @@ def ended(request: Any, fate: Fate = Fate.COMPLETE, rate: float = 2048.0, loss: 
             running.hear({"event": "window", "window": window(index, rate)})
         proof = {"trajectory": [{"update": 10, "loss": loss, "grad_norm": 1.0}]}
         result = {"targets_per_second": rate, "seconds_per_update": 2048 / rate, "proof": proof}
+        if host:
+            result["devices"] = [{"kind": "cpu", "name": "a processor", "host": host}]
         running.hear({"event": "result", **result})
     source = {"sha256": "0", "dirty": None}
     record = build_record(running, fate, None if fate == Fate.COMPLETE else "why", 9.0, {}, source, None)
-    return {"event": "record", "record": record.model_dump(mode="json")}
+    return {"event": "record", "record": record.model_dump(mode="json"), "place": f"place of {host}"}
 
 
 def test_a_request_is_the_recipe_under_the_candidates_execution(driver: StudyDriver, tmp_path: Path) -> None:
@@ -272,6 +277,79 @@ def test_a_verification_goes_on_where_it_was_broken_off(tmp_path: Path) -> None:
     assert request is not None
     assert (request["purpose"], request["round"]) == ("verification", 1), "what round 0 has of it counts"
     assert request["candidate"] not in {record.candidate for record in records}
+
+
+def on_two_nodes(tmp_path: Path, published: list[TrialRecord]) -> StudyDriver:
+    (tmp_path / "candidates").mkdir(exist_ok=True)
+    space = fit_space(load_space("smoke"), CONFIG, "cpu", cores=2)
+    study = Study(space, verifier=PairedVerifier(space.protocol, most_seconds=400), devices=2)
+    return StudyDriver(study, "study", CONFIG, None, tmp_path, Deadline.after(1000, FakeClock()), published.append)
+
+
+def test_two_nodes_begin_with_the_control_and_what_is_told_of_them_is_levelled(
+    tmp_path: Path, published: list[TrialRecord]
+) -> None:
+    driver = on_two_nodes(tmp_path, published)
+    baseline, control = driver.ask(), driver.ask()
+    assert baseline is not None
+    assert control is not None
+    assert (baseline["purpose"], control["purpose"]) == ("search", "control")
+    assert baseline["config"] == control["config"]
+    assert driver.ask() is None
+    driver.hear(baseline["candidate"], ended(baseline, rate=2000.0, host="a"))
+    driver.hear(control["candidate"], ended(control, rate=1900.0, host="b"))
+    assert [record.purpose for record in published] == ["search", "control"]
+    assert driver.row(control["candidate"]).versus_baseline == pytest.approx(1.0)
+    one = driver.ask()
+    assert one is not None
+    driver.hear(one["candidate"], ended(one, rate=1900.0, host="b"))
+    assert driver.row(one["candidate"]).versus_baseline == pytest.approx(1.0)
+    report_of(driver, tmp_path).write(driver)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert [(one["device"], one["slow"]) for one in summary["devices"]] == [("cpu of a", False), ("cpu of b", True)]
+    assert any(line.startswith("slow device: cpu of b has 95.0% of") for line in closing_lines(driver, tmp_path))
+
+
+def test_what_dominates_is_what_the_slowest_device_can(tmp_path: Path, published: list[TrialRecord]) -> None:
+    driver = on_two_nodes(tmp_path, published)
+    driver.study.protocol = Protocol(version="adaptive")
+    both = [driver.ask(), driver.ask()]
+    for request, host, rate in zip(both, "ab", (2000.0, 1900.0), strict=True):
+        assert request is not None
+        driver.hear(request["candidate"], ended(request, rate=rate, host=host))
+    candidate = driver.ask()
+    assert candidate is not None
+    assert candidate["purpose"] == "search"
+    assert 1800 < candidate["bar"]["targets_per_second"] < 1900
+
+
+def test_a_verification_on_two_nodes_asks_for_the_place_of_the_first(
+    tmp_path: Path, published: list[TrialRecord]
+) -> None:
+    driver = on_two_nodes(tmp_path, published)
+    waiting: list[Any] = []
+    places: list[tuple[str, str]] = []
+    while True:
+        request = driver.ask()
+        if request is None and not waiting:
+            break
+        if request is not None:
+            waiting.append(request)
+        if request is None or len(waiting) == 2:
+            first = waiting.pop(0)
+            verifying = first["purpose"] == "verification"
+            # The fastest ran on b, and so does what is measured again.
+            host = "b" if verifying or first["config"]["execution"]["update"] == "compiled" else "a"
+            if verifying:
+                places.append((first["purpose"], first["place"]))
+            else:
+                assert first["place"] is None
+            driver.hear(first["candidate"], ended(first, rate=kind_rate(first["config"]["execution"]), host=host))
+    assert len(places) >= 6
+    assert {place for _, place in places} == {"place of b"}
+    verified = driver.study.verified()
+    assert verified is not None
+    assert verified.speedup is not None
 
 
 def test_a_search_alone_is_not_called_verified(driver: StudyDriver, tmp_path: Path) -> None:

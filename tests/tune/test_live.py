@@ -6,7 +6,8 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from tinyllm_ray.tune.live import LiveTable, PlainLines, Row, View, open_display
+from tinyllm_ray.tune.live import LiveTable, PlainLines, open_display
+from tinyllm_ray.tune.table import Row, View
 
 ROWS = [
     Row("c01", "mb32 compiled default auto t8", "complete", "", 1_900_000.4, 1.0, 31.0),

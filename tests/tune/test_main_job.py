@@ -19,6 +19,11 @@ from tinyllm_ray.data.prepare import CACHE_VARIABLE
 from tinyllm_ray.records import Fate, TrialRecord, read_records
 
 BUDGET_SECONDS = 120
+TWO_CANDIDATES = """
+baseline: {micro_batch_size: 8, cpu_threads: 1}
+factors: {cpu_threads: [1, 2]}
+protocol: {warmup_updates: 1, windows: 1, updates_per_window: 1}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -105,12 +110,19 @@ def test_the_selected_configuration_trains(
     folder, done = study
     assert "next: python -m tinyllm_ray.train --config study/selected.yaml --out " in done.output
     assert load(folder / "selected.yaml").execution.model_dump(mode="json") == summary["selected"]["execution"]
+    promise = load(folder / "selected.yaml").tuned
+    assert promise is not None
+    assert promise.candidate == summary["selected"]["candidate"]
+    assert promise.low < promise.targets_per_second < promise.high
     arguments = ("--config", folder / "selected.yaml", "--set", "training.max_updates=3", "--out", "run")
     trained = run_module("tinyllm_ray.train", *arguments, cwd=tmp_path)
     assert trained.status == 0, trained.output
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["status"] == "complete"
     assert result["step"] == 3
+    assert "promised: " in trained.output
+    assert result["promise"]["not_compared"] is None
+    assert result["promise"]["predicted_seconds"]["total"] > promise.start_seconds > 0
     assert result["recipe_identity"] == summary["recipe_identity"]
     assert result["validation"]["validation_complete"]
     assert result["levels"]["unigram"] == pytest.approx(6.81, abs=0.02)
@@ -151,9 +163,12 @@ def test_a_resumption_without_budget_left_is_refused_at_once(
 
 def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(built_root: Path, tiny: Path) -> None:
     command = [sys.executable, "-m", "tinyllm_ray.tune", "--budget", "150s", "--out", "broken"]
-    command += ["--config", "recipe.yaml", "--space", "space.yaml", "--runs", "40"]
+    command += ["--config", "recipe.yaml", "--space", "two.yaml", "--runs", "120"]
+    # A second thread may save a tenth of some minutes, so the study goes on; a minute under load is too much for that.
+    (tiny / "two.yaml").write_text(TWO_CANDIDATES)
     environment = os.environ | {CACHE_VARIABLE: str(built_root)}
     records_file = tiny / "broken" / "trials.jsonl"
+    begin = time.monotonic()
     first = subprocess.Popen(command, cwd=tiny, env=environment, stderr=subprocess.PIPE, text=True)
     assert first.stderr is not None
     for line in first.stderr:
@@ -162,6 +177,7 @@ def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(built_root: Path, tin
     first.send_signal(signal.SIGINT)
     rest = first.stderr.read()
     assert first.wait() == 128 + signal.SIGINT, rest
+    first_wall = time.monotonic() - begin
     kept = [record.candidate for record in read_records(records_file)]
     assert kept
     summary = json.loads((tiny / "broken" / "summary.json").read_text())
@@ -181,7 +197,7 @@ def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(built_root: Path, tin
     after = json.loads((tiny / "broken" / "summary.json").read_text())
     assert after["ended"].startswith(("space exhausted", "nothing left is expected to save more"))
     assert after["study"] == summary["study"]
-    assert spent + 0.5 * wall < after["elapsed_seconds"] <= spent + wall
+    assert spent + 0.5 * wall < after["elapsed_seconds"] <= first_wall + wall
 
 
 MISTAKES = [
@@ -208,7 +224,6 @@ OTHER_MISTAKES = [
     (["--budget", "1m", "--space", "empty_space.yaml"], "empty space"),
     (["--budget", "1m", "--windows", "0"], "protocol"),
     (["--budget", "1m", "--preset", "nano", "--set", "data.cache=full"], "holds no manifest.json"),
-    (["--budget", "1m", "--out", "absent", "--resume"], "holds no study"),
     (["--budget", "1m", "--set", "training.seed=1"], "--set changes a recipe"),
 ]
 
@@ -269,6 +284,6 @@ def test_ctrl_c_at_any_moment_is_one_line_and_status_130(built_root: Path, tmp_p
         time.sleep(0.01)
     time.sleep(seconds)
     study.send_signal(signal.SIGINT)
-    _, said = study.communicate(timeout=30)
+    _, said = study.communicate(timeout=240)
     assert study.returncode == 130, said
     assert "Traceback" not in said

@@ -12,8 +12,10 @@ import pytest
 from browsers import find_chromium
 from page_studies import eventful_study, h200_first_study, write_run, write_study
 
+from tinyllm_ray.tune.page.index import write_index
 from tinyllm_ray.tune.page.run import write_run_page
 from tinyllm_ray.tune.page.write import write_page
+from tinyllm_ray.tune.several_folder import Standing, begin_whole, write_whole
 
 Look = Callable[[int, bool], tuple[dict[str, Any], str]]
 
@@ -74,7 +76,7 @@ def look_at(
         *(["--blink-settings=preferredColorScheme=0"] if dark else []),
         *("--enable-logging=stderr", f"--user-data-dir={folder / 'profile'}", "--dump-dom", probe.as_uri()),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
     found = done.stdout.partition('<pre id="found">')[2].partition("</pre>")[0]
     for name, letter in (("&lt;", "<"), ("&gt;", ">"), ("&amp;", "&")):
         found = found.replace(name, letter)
@@ -124,3 +126,19 @@ def test_a_runs_page_fits_a_phone(chromium: str, tmp_path: Path) -> None:
     assert (complaints, found["overflow"], found["beside"]) == ("", 0, [])
     assert "9.1000" in found["text"]
     assert "gradient norm" in found["text"]
+
+
+def test_the_list_of_studies_that_share_a_budget_fits_a_phone(chromium: str, tmp_path: Path) -> None:
+    names = ["20m", "a-recipe-with-a-name-that-is-longer-than-any-screen-of-a-phone-is-wide", "90m"]
+    begin_whole(tmp_path / "all", names)
+    write_study(tmp_path / "all" / "20m", *h200_first_study())
+    standings = [
+        Standing("20m", "done", "nothing left is expected to save more than it takes to measure", 900.0),
+        Standing(names[1], "left out", f"space execution: {'_'.join(['micro_batch_size'] * 4)} does not divide"),
+        Standing("90m", "running", None, 1200.0),
+    ]
+    write_whole(tmp_path / "all", standings, 7200.0, [{"seconds": 1000.0}], None)
+    found, complaints = look_at(chromium, write_index(tmp_path / "all"), tmp_path, width=320)
+    assert (complaints, found["overflow"], found["beside"]) == ("", 0, [])
+    assert "mb32 compiled default cudnn t1" in found["text"]
+    assert "Under way when this was written" in found["text"]

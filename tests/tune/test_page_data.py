@@ -146,6 +146,26 @@ def test_devices_are_compared_by_their_controls_alone() -> None:
     assert page_data(*h200_first_study()).devices == ()
 
 
+def test_figures_of_several_devices_are_compared_as_on_the_baselines() -> None:
+    """The second GPU is 4% slower: by bare figures the baseline would win every length of training."""
+    base, other = {"update": "compiled"}, {"update": "graph"}
+    records = [
+        record("c01", 1_000_000.0, BEGAN, execution=base, device=GPUS[0]),
+        record("c01-control1", 960_000.0, BEGAN, execution=base, device=GPUS[1], purpose="control"),
+        record("c02", 988_800.0, BEGAN + 20, execution=other, device=GPUS[1]),
+    ]
+    page = page_data(records, {"baseline": {"candidate": "c01"}})
+    assert [(round(one.ratio, 3), one.controls) for one in page.devices] == [(1.0, 1), (0.96, 1)]
+    points = {value: points[0].targets_per_second for value, points, _ in page.factors[0].values}
+    assert points == pytest.approx({"compiled": 1_000_000.0, "graph": 1_030_000.0})
+    assert page.winners[-1].candidate == "c02"
+    shown = {one.name: one.targets_per_second for one in page.candidates}
+    assert shown["c02"] == 988_800.0, "as it was measured"
+    rows = [{"candidate": "c02", "label": "graph", "versus_baseline": 1.03}]
+    page = page_data(records, {"baseline": {"candidate": "c01"}, "candidates": rows})
+    assert {one.name: one.versus_baseline for one in page.candidates}["c02"] == 1.03
+
+
 def test_the_last_record_of_a_candidate_counts_and_records_may_be_ahead_of_the_summary() -> None:
     records, summary = h200_first_study()
     summary["candidates"] = summary["candidates"][:1]

@@ -1,6 +1,7 @@
 """How a study's session ends: the verdict reaches the supervisor before Ray is shut down."""
 
 import io
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +13,16 @@ from rich.console import Console
 
 from tinyllm_ray.clock import Deadline
 from tinyllm_ray.config import load
+from tinyllm_ray.measure.environment import devices, installed_versions, usable_cores
 from tinyllm_ray.records import Fate
 from tinyllm_ray.search.fitting import fit_space
 from tinyllm_ray.search.space import load_space
 from tinyllm_ray.search.study import Study
+from tinyllm_ray.train.launcher import COMPILED
 from tinyllm_ray.train.outcome import RunningCandidate, build_record
 from tinyllm_ray.tune.channel import Channel, Lines
+from tinyllm_ray.tune.decided import place_here, record_decision
+from tinyllm_ray.tune.decisions import Shape, read_decisions
 from tinyllm_ray.tune.driver import StudyDriver
 from tinyllm_ray.tune.report import Report
 from tinyllm_ray.tune.session import Session
@@ -43,8 +48,15 @@ class Running:
             out,
             Deadline.after(budget_seconds, self.clock),
         )
-        report = Report(out, "study", CONFIG, budget_seconds, lambda: 1.0)
-        self.session = Session(self.driver, report, channel, Console(file=self.said, width=200))
+        self.report = Report(out, "study", CONFIG, budget_seconds, lambda: 50.0)
+        self.decided: list[bool] = []
+        self.session = Session(
+            self.driver,
+            self.report,
+            channel,
+            Console(file=self.said, width=200),
+            lambda: self.decided.append(self.told()),
+        )
 
     def measure(self, request: Any, took_seconds: float, fate: Fate = Fate.COMPLETE, reason: str | None = None) -> None:
         """The candidate ends after so many seconds."""
@@ -53,9 +65,19 @@ class Running:
         proof = {"trajectory": [{"update": 10, "loss": 9.0, "grad_norm": 1.0}]}
         running.hear({"event": "stage", "stage": "start", "seconds": 1.0})
         if fate is Fate.COMPLETE:
-            running.hear({"event": "result", "targets_per_second": 2e3, "seconds_per_update": 1.0, "proof": proof})
-        record = build_record(running, fate, reason, took_seconds, {}, {"sha256": "0", "dirty": None}, None)
+            where = [device.model_dump(mode="json") for device in devices()]
+            result = {"targets_per_second": 2e3, "seconds_per_update": 1.0, "proof": proof, "devices": where}
+            running.hear({"event": "result", **result})
+        source = {"sha256": "0", "dirty": None}
+        # No more than this: what is sent stays in a pipe of 64 kB until a test reads it.
+        environment = {"versions": installed_versions(), "cuda": None, "cpu": {"usable_cores": usable_cores()}}
+        record = build_record(running, fate, reason, took_seconds, environment, source, None)
         self.driver.hear(request["candidate"], {"event": "record", "record": record.model_dump(mode="json")})
+
+    def told(self) -> bool:
+        """Whether the last report stands."""
+        path = self.out / "summary.json"
+        return path.exists() and json.loads(path.read_text())["ended"] is not None
 
     def verdicts(self) -> list[int]:
         """What the supervisor has been told is the end."""
@@ -86,6 +108,7 @@ def test_the_verdict_is_told_once_the_last_report_stands_and_not_with_the_proces
     assert (running.out / "selected.yaml").exists()
     assert running.session.close("SIGTERM", interrupted=True) == 0
     assert running.verdicts() == [], "it ends once"
+    assert running.decided == [True], "and is kept for others once, after its last report"
 
 
 def test_a_budget_for_nothing_but_the_baseline_has_the_baseline_for_its_answer(running: Running) -> None:
@@ -152,3 +175,53 @@ def test_one_bad_candidate_costs_nothing_but_itself(running: Running) -> None:
     states = [row.state for row in running.driver.rows()]
     assert states.count("failed") == 1
     assert states.count("complete") >= 2
+
+
+def test_what_a_study_comes_to_is_added_to_the_decision_files_and_one_that_fails_costs_itself(running: Running) -> None:
+    request = running.driver.ask()
+    running.measure(request, 20)
+    said: list[str] = []
+    good, bad = running.out / "all" / "decisions.yaml", running.out / "summary.json" / "decisions.yaml"
+    running.session.close("space exhausted")
+    record_decision(running.driver.study, CONFIG, running.out, [bad, good], said.append)
+    assert said[0].startswith(f"the decision is not added: {bad}: cannot be written")
+    assert said[1] == f"decision added to {good}"
+    (decision,) = read_decisions(good)
+    assert decision.shape == Shape.of(CONFIG)
+    assert decision.place == place_here().model_copy(update={"versions": decision.place.versions})
+    assert decision.place.versions["torch"] == installed_versions()["torch"]
+    assert decision.execution.model_dump(mode="json") == request["config"]["execution"]
+    assert decision.promise == load(running.out / "selected.yaml").tuned, "one promise, wherever it is read"
+    assert decision.promise.targets_per_second == pytest.approx(2e3)
+    assert decision.speedup == 1.0
+
+
+def test_what_was_compiled_is_found_from_wherever_the_decision_file_is(running: Running) -> None:
+    request = running.driver.ask()
+    running.measure(request, 20)
+    assert request is not None
+    compiled = running.out / "candidates" / f"{request['candidate']}.{COMPILED}"
+    compiled.write_bytes(b"code")
+    above, apart = running.out / "decisions.yaml", running.out / "apart" / "decisions.yaml"
+    record_decision(running.driver.study, CONFIG, running.out, [above, apart], lambda line: None)
+    named = [one.promise.compiled and one.promise.compiled.file for at in (above, apart) for one in read_decisions(at)]
+    assert named == [f"candidates/{compiled.name}", str(compiled)], "relative where both can be moved as one"
+
+
+def test_a_study_without_an_answer_decides_nothing(running: Running) -> None:
+    running.measure(running.driver.ask(), 20, Fate.FAILED, "ValueError: why")
+    record_decision(running.driver.study, CONFIG, running.out, [running.out / "decisions.yaml"], pytest.fail)
+    assert not (running.out / "decisions.yaml").exists()
+
+
+def test_the_summary_says_what_each_session_used(running: Running) -> None:
+    """Killed ones too, whose last candidate left no record."""
+    running.report.earlier_sessions = [{"session": "killed", "began": 0.0, "seconds": 42.0, "ended": False}]
+    running.measure(running.driver.ask(), took_seconds=7)
+    running.session.close("SIGINT")
+    summary = json.loads((running.out / "summary.json").read_text())
+    before, own = summary["sessions"]
+    assert (before["session"], before["seconds"], before["ended"], before["trials"]) == ("killed", 42.0, False, 1)
+    assert (own["seconds"], own["ended"], own["trials"]) == (8.0, True, 0)
+    assert before["trial_seconds"] == 7.0, "its record's time says that it began then"
+    assert summary["elapsed_seconds"] == before["seconds"] + own["seconds"]

@@ -1,5 +1,6 @@
 """The supervisor against children that misbehave: real processes, real signals, real time."""
 
+import errno
 import fcntl
 import json
 import os
@@ -10,7 +11,7 @@ import tempfile
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ import tinyllm_ray
 from tinyllm_ray import journal
 from tinyllm_ray.clock import Deadline
 from tinyllm_ray.errors import ConfigError
-from tinyllm_ray.tune import supervisor
-from tinyllm_ray.tune.mirror import MirroredJournal, leftover_records, private_folder
+from tinyllm_ray.tune import mirror, supervisor
+from tinyllm_ray.tune.channel import Channel
+from tinyllm_ray.tune.child import start_child
+from tinyllm_ray.tune.mirror import MirroredJournal, all_records, private_folder
 from tinyllm_ray.tune.processes import STUDY_VARIABLE, end_processes
 from tinyllm_ray.tune.supervisor import Outcome, process_age_seconds, supervise
 
@@ -127,13 +130,14 @@ def numbers(path: Path) -> list[int]:
 
 
 def test_a_study_that_ends_by_itself(out: Path, node_local: Path) -> None:
+    began = time.monotonic()
     outcome = run("begin(); record(1); record(2); channel.send('done', exit_status=0)", out=str(out))
     assert (outcome.exit_status, outcome.cut, outcome.survivors, outcome.mirrored) == (0, False, (), True)
     assert outcome.message is None
     assert outcome.journal == out / "trials.jsonl"
     assert numbers(out / "trials.jsonl") == [1, 2]
     assert list(node_local.iterdir()) == []
-    assert 0 < outcome.elapsed_seconds < 30
+    assert 0 < outcome.elapsed_seconds < time.monotonic() - began
 
 
 def test_the_request_arrives_with_the_seconds_left(out: Path) -> None:
@@ -141,11 +145,12 @@ def test_the_request_arrives_with_the_seconds_left(out: Path) -> None:
     import json
     with open(out + "/asked.json", "w") as file:
         json.dump([channel.request, os.environ.get("TINYLLM_RAY_CHANNEL"), os.environ["TINYLLM_RAY_STUDY"]], file)
+    ready()
     """
     long_text = "x" * 1_000_000  # more than any pipe holds
     assert run(body, budget=40, out=str(out), preset="nano", text=long_text).exit_status == 0
     request, channel, marker = json.loads((out / "asked.json").read_text())
-    assert request.pop("budget_seconds") == pytest.approx(36, abs=1)  # a tenth is the grace
+    assert request.pop("budget_seconds") == pytest.approx(36)  # a tenth is the grace
     assert request.pop("ready")
     assert request == {"out": str(out), "preset": "nano", "text": long_text}
     assert channel is None
@@ -173,7 +178,6 @@ def test_a_study_that_does_not_end_after_its_verdict(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(supervisor, "DONE_SECONDS", 0.3)
     outcome = run("channel.send('done', exit_status=0)\n" + HANG, tag=tag)
     assert (outcome.exit_status, outcome.cut) == (0, False)
-    assert outcome.elapsed_seconds < 15
     assert running(tag) == []
 
 
@@ -314,7 +318,7 @@ def test_a_process_that_cannot_be_ended_is_named(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(os, "kill", lambda pid, number: None)
         begin = time.monotonic()
         (name,) = end_processes("stuck", None, patience_seconds=0, limit_seconds=0.3)
-        assert 0.3 <= time.monotonic() - begin < 30  # it would wait for ever
+        assert time.monotonic() - begin >= 0.3  # and not for ever
         assert name.endswith(f"(process {process.pid})")
     finally:
         monkeypatch.undo()
@@ -322,25 +326,69 @@ def test_a_process_that_cannot_be_ended_is_named(monkeypatch: pytest.MonkeyPatch
         process.wait()
 
 
+def test_studies_that_follow_each_other_have_their_records_in_folders_of_their_own(out: Path, node_local: Path) -> None:
+    """Sent in one breath, so that the supervisor reads them together."""
+    body = """
+    import json
+    def line(kind, **fields):
+        return json.dumps({"type": kind, **fields}) + "\\n"
+    messages = ""
+    for study in ("first", "second", "third"):
+        os.mkdir(out + "/" + study)
+        messages += line("out", study=study, path=out + "/" + study)
+        messages += "".join(line("record", number=number, record={"number": number}) for number in range(len(study)))
+    os.write(channel._descriptor, messages.encode())
+    channel.send("done", exit_status=0)
+    """
+    outcome = run(body, out=str(out))
+    assert (outcome.exit_status, outcome.mirrored) == (0, True)
+    assert outcome.journal == out / "third" / "trials.jsonl"
+    for study in ("first", "second", "third"):
+        assert numbers(out / study / "trials.jsonl") == list(range(len(study)))
+    assert list(node_local.iterdir()) == []
+
+
+def test_one_folder_of_several_that_is_gone_keeps_its_records_here_and_is_named(
+    out: Path, node_local: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    body = """
+    import shutil
+    for study in ("first", "second"):
+        os.mkdir(out + "/" + study)
+    os.rmdir(out + "/first")
+    for number, study in enumerate(("first", "second")):
+        channel.send("out", study=study, path=out + "/" + study)
+        record(number)
+    channel.send("done", exit_status=0)
+    """
+    outcome = run(body, out=str(out))
+    assert (outcome.exit_status, outcome.mirrored) == (0, False)
+    assert outcome.journal is not None
+    assert outcome.journal.parent == node_local / "first"
+    assert numbers(outcome.journal) == [0]
+    assert numbers(out / "second" / "trials.jsonl") == [1]
+    assert f"{out / 'first' / 'trials.jsonl'} lags behind" in capfd.readouterr().err
+
+
 def test_a_flood_of_records_survives_a_kill(out: Path) -> None:
     """None lost, none twice: every record whose sending returned is there, in order."""
     body = """
     begin()
-    for number in range(3000):
+    for number in range(500):
         record(number)
     os.kill(os.getpid(), signal.SIGKILL)
     """
     outcome = run(body, out=str(out))
     assert outcome.exit_status == 1
-    assert numbers(out / "trials.jsonl") == list(range(3000))
+    assert numbers(out / "trials.jsonl") == list(range(500))
 
 
 def test_a_record_is_on_both_disks_before_the_study_ends(out: Path) -> None:
     body = """
     begin()
     record(1)
-    local = os.environ["TMPDIR"] + f"/tinyllm_ray-{os.getuid()}/study/trials.jsonl"
-    while not all(os.path.exists(path) and os.path.getsize(path) for path in (local, out + "/trials.jsonl")):
+    (local,) = os.scandir(os.environ["TMPDIR"] + f"/tinyllm_ray-{os.getuid()}/study")
+    while not all(os.path.exists(path) and os.path.getsize(path) for path in (local.path, out + "/trials.jsonl")):
         time.sleep(0.02)
     """
     assert run(body, out=str(out)).exit_status == 0
@@ -385,7 +433,8 @@ def test_an_out_folder_that_hangs(out: Path, node_local: Path, capfd: pytest.Cap
     os.mkfifo(out / "trials.jsonl")
     outcome = run("begin(); record(1)\n" + HANG, budget=1, out=str(out))
     assert (outcome.mirrored, outcome.cut) == (False, True)
-    assert outcome.journal == node_local / "study" / "trials.jsonl"
+    assert outcome.journal is not None
+    assert outcome.journal.parent == node_local / "study"
     assert numbers(outcome.journal) == [1]
     said = capfd.readouterr().err
     assert "does not answer" in said
@@ -423,14 +472,55 @@ def test_resuming_goes_on_after_the_lines_of_out(out: Path) -> None:
 
 
 def test_resuming_brings_what_the_last_run_could_not(out: Path, tmp_path: Path) -> None:
-    records = MirroredJournal(private_folder(), "study", tmp_path / "absent")
+    records = MirroredJournal(private_folder(), "study", tmp_path / "absent", "before", time.monotonic())
     records.append([{"number": 1}, {"number": 2}])
-    assert "No such file" in (records.finish(5, lambda: False) or "")
+    assert "No such file" in (records.finish(60, lambda: False) or "")
     journal.append_line(out / "trials.jsonl", {"number": 1})
-    assert leftover_records("study", out) == [{"number": 2}]
+    assert all_records("study", out) == [{"number": 1}, {"number": 2}]
     assert run("begin(); record(3)", out=str(out)).mirrored
     assert numbers(out / "trials.jsonl") == [1, 2, 3]
-    assert leftover_records("study", out) == []
+    assert list(private_folder().iterdir()) == []
+
+
+def test_where_the_disk_is_full_the_journal_goes_on_in_memory(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror, "MEMORY", tmp_path / "memory")
+    (tmp_path / "memory").mkdir()
+    disk, append = private_folder(), journal.append_lines
+
+    def full(path: Path, entries: Iterable[dict[str, Any]]) -> None:
+        if path.is_relative_to(disk):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append(path, entries)
+
+    records = MirroredJournal(disk, "study", out, "now", time.monotonic())
+    records.append([{"number": 1}])
+    with monkeypatch.context() as patch:
+        patch.setattr(journal, "append_lines", full)
+        records.append([{"number": 2}])
+        records.append([{"number": 3}])
+        assert records.path.is_relative_to(tmp_path / "memory")
+        # As after a crash: the next session finds them there.
+        assert all_records("study", tmp_path / "empty") == [{"number": number} for number in (1, 2, 3)]
+    assert records.finish(60, lambda: False) is None
+    assert numbers(out / "trials.jsonl") == [1, 2, 3]
+    assert all_records("study", tmp_path / "empty") == []
+    assert list((tmp_path / "memory" / disk.name).iterdir()) == []
+
+
+@pytest.mark.skipif(not mirror.MEMORY.is_dir(), reason="needs /dev/shm")
+def test_records_left_in_memory_are_brought_by_the_next_session(out: Path) -> None:
+    """In the real place: the copying process has modules of its own."""
+    study = f"study-{os.getpid()}-{time.time_ns()}"
+    left = mirror.MEMORY / private_folder().name / study / "before.jsonl"
+    left.parent.mkdir(parents=True)
+    journal.append_lines(left, [{"number": 1}, {"number": 2}])
+    records = MirroredJournal(private_folder(), study, out, "now", time.monotonic())
+    records.append([{"number": 3}])
+    assert records.finish(60, lambda: False) is None
+    assert sorted(numbers(out / "trials.jsonl")) == [1, 2, 3]
+    assert not left.parent.exists()
 
 
 def test_the_journal_folder_must_be_ours(node_local: Path, tmp_path: Path) -> None:
@@ -467,7 +557,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 from tinyllm_ray.clock import Deadline
 from tinyllm_ray.tune.supervisor import supervise
 command, request, grace_seconds = map(json.loads, sys.argv[1:])
-outcome = supervise(command, request=request, deadline=Deadline.after(60), grace_seconds=grace_seconds)
+outcome = supervise(command, request=request, deadline=Deadline.after(1000), grace_seconds=grace_seconds)
 print(json.dumps([outcome.exit_status, outcome.cut, list(outcome.survivors)]))
 sys.exit(outcome.exit_status)
 """
@@ -476,9 +566,9 @@ sys.exit(outcome.exit_status)
 class Supervising:
     """A supervisor in a process of its own, to send signals to."""
 
-    def __init__(self, body: str, tag: str, out: Path, grace_seconds: float) -> None:
+    def __init__(self, body: str, tag: str, out: Path, grace_seconds: float, more: dict[str, Any]) -> None:
         self._ready = out / "ready"
-        request = {"out": str(out), "ready": str(self._ready)}
+        request = {"out": str(out), "ready": str(self._ready), **more}
         self.process = subprocess.Popen(
             [sys.executable, "-c", SUPERVISING, json.dumps(child(body, tag)), json.dumps(request), str(grace_seconds)],
             stdout=subprocess.PIPE,
@@ -491,7 +581,7 @@ class Supervising:
         self.process.send_signal(number)
 
     def end(self) -> tuple[int, str]:
-        output, _ = self.process.communicate(timeout=30)
+        output, _ = self.process.communicate(timeout=240)
         return self.process.returncode, output
 
 
@@ -499,8 +589,8 @@ class Supervising:
 def supervising(tag: str, out: Path) -> Iterator[Callable[..., Supervising]]:
     started: list[Supervising] = []
 
-    def start(body: str, grace_seconds: float = 20.0) -> Supervising:
-        started.append(Supervising(body, tag, out, grace_seconds))
+    def start(body: str, grace_seconds: float = 20.0, **more: Any) -> Supervising:
+        started.append(Supervising(body, tag, out, grace_seconds, more))
         return started[-1]
 
     yield start
@@ -539,13 +629,11 @@ def test_the_second_signal_kills_at_once(supervising: Callable[..., Supervising]
     while True:
         time.sleep(600)
     """
-    one = supervising(body)
+    one = supervising(body, grace_seconds=1000)  # which it does not wait for
     one.signal(signal.SIGINT)
     assert wait_until((out / "asked").exists)
-    begin = time.monotonic()
-    one.signal(signal.SIGINT)
+    one.signal(signal.SIGTERM)  # another one; the same within a second would be the same wish
     assert one.end()[0] == 130
-    assert time.monotonic() - begin < 10  # the grace, which it does not wait for, is 20 s
     assert running(tag) == []
 
 
@@ -563,7 +651,7 @@ attach()
 sys.exit(8)
 """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    child, lines = supervisor._start_child([sys.executable, "-c", code], {}, Deadline.after(60), "starting")
+    child, lines = start_child([sys.executable, "-c", code], {}, 60.0, "starting")
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
     assert wait_until((tmp_path / "starting").exists)
     child.send_signal(signal.SIGINT)
@@ -604,3 +692,91 @@ def test_the_age_of_a_shell_that_became_python_does_not_count(monkeypatch: pytes
     monkeypatch.setattr(supervisor, "_IMPORTED_AT", time.monotonic() - 2)
     monkeypatch.setattr(time, "clock_gettime", lambda clock: 1e9)
     assert process_age_seconds() == pytest.approx(2, abs=0.5)
+
+
+def test_a_record_is_on_the_disk_when_its_sending_returns(out: Path) -> None:
+    """What others are told of it then cannot be lost with the supervisor."""
+    body = """
+    begin()
+    for number in range(50):
+        record(number)
+        (local,) = os.scandir(os.environ["TMPDIR"] + f"/tinyllm_ray-{os.getuid()}/study")
+        with open(local.path) as file:
+            assert len(file.readlines()) == number + 1
+    """
+    assert run(body, out=str(out)).exit_status == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_a_killed_supervisors_session_is_charged_to_the_moment_it_was_killed(
+    supervising: Callable[..., Supervising], tag: str, out: Path
+) -> None:
+    body = DEAF + "begin(); record(1)\n" + "while not os.path.exists(out + '/sessions'): time.sleep(0.01)\n"
+    body += "ready()\ntime.sleep(600)"
+    began = time.monotonic()
+    one = supervising(body)
+    assert wait_until(one._ready.exists, seconds=1e9)
+    ready = time.monotonic()
+    time.sleep(1)  # spent: the next sign of life is 5 s after the first
+    least = time.monotonic() - ready
+    one.signal(signal.SIGKILL)
+    one.process.wait()
+    folder = out / "sessions"
+    assert wait_until(lambda: not list(Path(tempfile.gettempdir()).glob("tinyllm_ray-*/study")), seconds=1e9)
+    (path,) = folder.iterdir()
+    session = json.loads(path.read_bytes())
+    assert least <= session["seconds"] <= time.monotonic() - began
+    assert session["ended"] is False
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_where_studies_share_a_budget_the_whole_is_charged_to_the_moment_it_was_killed(
+    supervising: Callable[..., Supervising], tag: str, out: Path
+) -> None:
+    body = """
+    for number, study in enumerate(("first", "second")):
+        os.mkdir(out + "/" + study)
+        channel.send("out", study=study, path=out + "/" + study)
+        record(number)
+    while not (os.path.exists(out + "/sessions") and os.path.exists(out + "/second/sessions")): time.sleep(0.01)
+    ready()
+    time.sleep(600)
+    """
+    began = time.monotonic()
+    one = supervising(DEAF + textwrap.dedent(body), age_seconds=40.0, presets=["first", "second"])
+    assert wait_until(one._ready.exists, seconds=1e9)
+    one.signal(signal.SIGKILL)
+    one.process.wait()
+    assert wait_until(lambda: not list(Path(tempfile.gettempdir()).glob("tinyllm_ray-*/*")), seconds=1e9)
+    (whole,), (first,), (second,) = (
+        [json.loads(path.read_bytes()) for path in (folder / "sessions").iterdir()]
+        for folder in (out, out / "first", out / "second")
+    )
+    assert 40 <= whole["seconds"] <= 40 + time.monotonic() - began, "what came before the first study counts too"
+    assert max(first["seconds"], second["seconds"]) <= whole["seconds"] - 40, "each from its own begin"
+    assert (whole["ended"], first["ended"], second["ended"]) == (False, True, False)
+    assert not (out / "trials.jsonl").exists()
+
+
+def test_a_study_notices_that_its_supervisor_is_gone() -> None:
+    reading, writing = os.pipe()
+    answers, answering = os.pipe()
+    channel = Channel({}, writing, answers)
+    assert not channel.alone
+    os.close(reading)
+    assert channel.alone
+    os.close(answering)
+    with pytest.raises(BrokenPipeError):
+        channel.send("record", record={})
+    os.close(writing)
+    os.close(answers)
+
+
+def test_a_supervisor_that_dies_before_it_answers_is_gone() -> None:
+    reading, writing = os.pipe()
+    answers, answering = os.pipe()
+    os.close(answering)
+    with pytest.raises(BrokenPipeError, match="the supervisor is gone"):
+        Channel({}, writing, answers).send("record", record={})
+    for descriptor in (reading, writing, answers):
+        os.close(descriptor)

@@ -11,37 +11,54 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tinyllm_ray.cluster import jobs
+from tinyllm_ray.cluster.account_command import account_command
+from tinyllm_ray.cluster.selfcheck_command import add_selfcheck, selfcheck
 from tinyllm_ray.cluster.submit import add_options, script_of
-from tinyllm_ray.command import Parser, exit_status, say
+from tinyllm_ray.command import Parser, examples_of, exit_status, say
 from tinyllm_ray.errors import EXIT_DONE, ConfigError
 
 _EPILOG = """examples:
   python -m tinyllm_ray.cluster submit --nodes 4 --gpus-per-node 4 --time 1:00:00 --account proj42 -- tune --budget 45m
   python -m tinyllm_ray.cluster submit --site mysite.yaml --nodes 2 --dry-run -- tune --budget 45m --preset 50m
+  python -m tinyllm_ray.cluster submit --requeue --time 1:00:00 --nodes 2 -- tune --budget 3h --out studies/20m
+      three hours in several runs of the job; it comes back after preemption, too
   python -m tinyllm_ray.cluster status
   python -m tinyllm_ray.cluster logs 1234 --follow
   python -m tinyllm_ray.cluster dashboard 1234
   python -m tinyllm_ray.cluster cancel 1234
+  python -m tinyllm_ray.cluster selfcheck
+  python -m tinyllm_ray.cluster account 1234
 
 exit status: 0 done; 1 a fault of the program; 2 a mistake in the request, or Slurm refuses it. The job's own is that of
-the command it runs, 3 where not enough nodes came up
+the command it runs, 3 where not enough nodes came up; selfcheck's is 3 where a check fails
+"""
+
+_ACCOUNTS = """examples:
+  python -m tinyllm_ray.cluster account 1234
+      one job: the trials that ran in it, beside what sacct, sacct -c or scontrol tells of it
+  python -m tinyllm_ray.cluster account studies/20m --json
+      all jobs that the study ran in
+
+start, compile, warmup, windows and proof are the phases of the search's trials, verify all of the trials that measured
+again; other is a trial's time beside its phases, idle what was allocated and no trial held
 """
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     options = build_parser().parse_args(arguments)
-    commands: dict[str, Callable[[argparse.Namespace], None]] = {
+    commands: dict[str, Callable[[argparse.Namespace], int | None]] = {
         "submit": _submit,
         "status": _status,
         "logs": _logs,
         "cancel": _cancel,
         "dashboard": _dashboard,
+        "selfcheck": selfcheck,
+        "account": lambda options: account_command(options.what, options.json),
     }
 
     def run() -> int:
-        commands[options.action](options)
-        return EXIT_DONE
+        return commands[options.action](options) or EXIT_DONE
 
     return exit_status(run)
 
@@ -49,12 +66,12 @@ def main(arguments: list[str] | None = None) -> int:
 def build_parser() -> Parser:
     """The command line."""
     prog = "python -m tinyllm_ray.cluster"
-    parser = Parser(prog, "Submit and watch jobs on a Slurm cluster.", _EPILOG)
+    parser = Parser(prog, "Submit and watch jobs on a Slurm cluster, and check a machine.", _EPILOG)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
-    def add(name: str, text: str) -> argparse.ArgumentParser:
+    def add(name: str, text: str, epilog: str = "") -> argparse.ArgumentParser:
         added: argparse.ArgumentParser = actions.add_parser(
-            name, help=text, prog=f"{prog} {name}", description=text, epilog=""
+            name, help=text, prog=f"{prog} {name}", description=text, epilog=epilog or examples_of(_EPILOG, name)
         )
         return added
 
@@ -68,7 +85,11 @@ def build_parser() -> Parser:
     add("cancel", "End a job.").add_argument("job", type=int)
     dashboard = add("dashboard", "Print how to reach Ray's dashboard from your own machine.")
     dashboard.add_argument("job", type=int)
+    account = add("account", "Say what a job's GPU seconds went to, how it ended, and the energy it took.", _ACCOUNTS)
+    account.add_argument("what", metavar="JOB|OUT", help="a job's number, or a study's folder")
+    account.add_argument("--json", action="store_true", help="for programs: one JSON object")
     dashboard.add_argument("--login", metavar="HOST", help="the host to go through to the nodes")
+    add_selfcheck(add("selfcheck", "Check this machine before a study spends an allocation on it."))
     return parser
 
 

@@ -37,6 +37,8 @@ class Connection:
     gpus: int
     cores_per_node: int
     """Cores of the smallest node."""
+    accelerators: tuple[str, ...] = ()
+    """Models of the GPUs, as Ray names them."""
 
     @property
     def device_kind(self) -> Literal["cuda", "cpu"]:
@@ -48,6 +50,11 @@ def connect(address: str | None) -> Iterator[Connection]:
     """Join the cluster at `address` (`auto`, `HOST:PORT`, `ray://...`), or start a local one where it is None.
 
     Raises ConfigError where no cluster answers. A cluster that was joined goes on afterwards.
+
+    >>> from tinyllm_ray.cluster.connect import connect
+    >>> with connect(None) as connection:
+    ...     print(connection.started, connection.nodes)
+    True 1
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
@@ -101,6 +108,8 @@ def _describe(started: bool) -> Connection:
         node for node in alive if node["Resources"].get("CPU")
     ]
     cores = [int(node["Resources"].get("CPU", 0)) for node in nodes]
+    prefix = "accelerator_type:"
+    models = {name.removeprefix(prefix) for node in nodes for name in node["Resources"] if name.startswith(prefix)}
     context = ray.get_runtime_context()
     dashboard = ray._private.worker.get_dashboard_url()
     return Connection(
@@ -110,6 +119,7 @@ def _describe(started: bool) -> Connection:
         nodes=len(nodes),
         gpus=int(sum(node["Resources"].get("GPU", 0) for node in nodes)),
         cores_per_node=min((count for count in cores if count), default=1),
+        accelerators=tuple(sorted(models)),
     )
 
 

@@ -13,28 +13,41 @@ import os
 import secrets
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from tinyllm_ray.allocation import END_VARIABLE
 from tinyllm_ray.clock import Deadline, parse_duration, parse_slurm_time
-from tinyllm_ray.cluster.descendants import adopt_orphans, die_with_parent, end_descendants
+from tinyllm_ray.cluster.descendants import adopt_orphans
+from tinyllm_ray.cluster.driver import GRACE_SECONDS, driver_environment, run
+from tinyllm_ray.cluster.hand_back import HandBack
 from tinyllm_ray.cluster.jobs import RECORD, ask_slurm, log_folder
-from tinyllm_ray.cluster.node import Node, ray_environment
+from tinyllm_ray.cluster.node import Node
 from tinyllm_ray.cluster.nodes import Share, job_field, parse_shares
-from tinyllm_ray.cluster.steps import Steps
+from tinyllm_ray.cluster.numa_memory import bind_host_memory
+from tinyllm_ray.cluster.returns import (
+    continued,
+    has_to_return,
+    is_study,
+    may_return,
+    requeue,
+    runs_before,
+    settled_status,
+    study_folder,
+)
+from tinyllm_ray.cluster.stage_job import Staging
+from tinyllm_ray.cluster.steps import Steps, describe
 from tinyllm_ray.command import Parser, exit_status, say
-from tinyllm_ray.errors import EXIT_BUG, ConfigError, NoResultError
+from tinyllm_ray.errors import ConfigError, NoResultError
 
 PROGRAMS = ("tune", "train", "data")
 START_DEADLINE = "5m"
 STEP_END_SECONDS = 15.0
-GRACE_SECONDS = {signal.SIGUSR1: 45.0, signal.SIGTERM: 20.0, signal.SIGINT: 20.0, signal.SIGHUP: 20.0}
-"""For the command's own end once told to: the warning is 60 s before the limit, KILL 30 s after TERM (`KillWait`)."""
+STAGED_END_SECONDS = 60.0
+"""With staged files to remove: 50,000 of them took 41 s on a disk that eight others kept busy."""
+HANDED_BACK = "handed_back"
+"""The file in the job's log folder that names nodes without further use."""
 _TICK_SECONDS = 0.2
 
 
@@ -49,6 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     for number in GRACE_SECONDS:
         signal.signal(number, lambda number, frame: received.append(number))
     adopt_orphans()
+    bind_host_memory()  # for the command, which inherits it
     try:
         return exit_status(lambda: launch(options, received))
     except Ended:
@@ -70,6 +84,8 @@ def build_parser() -> Parser:
     parser.add_argument("--interface", help="network interface of the nodes (default: that of Slurm's address)")
     parser.add_argument("--scratch", default="/tmp", help="folder on every node for Ray's own files, a short path")
     parser.add_argument("--container", default="", help="command that runs another one in a container")
+    parser.add_argument("--stage", action="store_true", help="copy packages, tokens and compiled code to every node")
+    parser.add_argument("--packs", metavar="DIR", help="where what is copied lies (default: beside the token caches)")
     parser.add_argument("command", nargs=argparse.REMAINDER, help=f"{', '.join(PROGRAMS)} or FILE.py, and its options")
     return parser
 
@@ -79,12 +95,27 @@ def launch(options: argparse.Namespace, received: Sequence[int]) -> int:
 
     Raises NoResultError where fewer nodes than wanted are there in time, and ConfigError outside of a job.
     """
+    program(options.command)  # a mistake in it goes before one about the job
+    number, job = this_job(os.environ)
+    before = runs_before(os.environ)
+    words = continued(options.command, number, before) if before or may_return(job) else options.command
+    if before and (status := _settled(words)) is not None:
+        return status
+    status = on_cluster(options, received, number, job, words)
+    if may_return(job) and has_to_return(words, status, received, seconds_left(number)):
+        say("cluster: the allocation ends before the work does; the job goes back into the queue")
+        requeue(os.environ)
+    return status
+
+
+def on_cluster(
+    options: argparse.Namespace, received: Sequence[int], number: int, job: str, words: Sequence[str]
+) -> int:
+    """The exit status of the command `words` on a cluster that begins and ends with it."""
     began = time.monotonic()
-    deadline = Deadline.after(parse_duration(options.start_deadline, "--start-deadline"))
+    seconds = parse_duration(options.start_deadline, "--start-deadline")
     container = _words(options.container)
     python = [*container, "python3" if container else sys.executable]
-    command = [*python, *program(options.command)]
-    number, job = this_job(os.environ)
     shares = parse_shares(job)
     wanted = len(shares) if options.min_nodes is None else options.min_nodes
     if not 1 <= wanted <= len(shares):
@@ -92,9 +123,12 @@ def launch(options: argparse.Namespace, received: Sequence[int]) -> int:
     logs = log_folder(job, number)
     logs.mkdir(parents=True, exist_ok=True)
     steps = Steps(logs, secrets.token_hex(32), [*python, "-m", "tinyllm_ray.cluster.node"])
+    staging = Staging(options.stage, python, options.packs, bool(container), number, options.scratch, received)
     try:
         head = shares[0].node
         place = {"job": number, "scratch": options.scratch, "interface": options.interface}
+        place["staged"] = staging.stage(words, shares, seconds)
+        deadline = Deadline.after(seconds)
         steps.start(as_node(shares[0], None, place | {"known_as": slurm_address(head)}))
         gather(steps, [head], 1, deadline, received)
         address = steps.ready[head]["address"]
@@ -105,16 +139,31 @@ def launch(options: argparse.Namespace, received: Sequence[int]) -> int:
         if head in missing:
             raise NoResultError(f"the cluster's head went away: {describe(steps, [head])}")
         steps.end(missing, 0.0)
-        (logs / RECORD).write_text(json.dumps({"job": number, "head": head, **steps.ready[head], "nodes": steps.ready}))
+        study = study_folder(words) if is_study(words) else None
+        known = {"job": number, "head": head, "study": study and str(study.absolute())}
+        (logs / RECORD).write_text(json.dumps({**known, **steps.ready[head], "nodes": steps.ready}))
         say(
             f"cluster: {len(steps.ready)} of {len(shares)} nodes ready at {address} in {time.monotonic() - began:.1f} s"
         )
         if missing:
             say(f"cluster: going on without {describe(steps, missing)}")
-        environment = driver_environment(os.environ, steps.ready[head], seconds_left(number))
-        return run(command, environment, steps, head, received)
+        environment = driver_environment(os.environ, steps.ready[head], seconds_left(number)) | staging.variables()
+        spare = HandBack(logs / HANDED_BACK, number, head)
+        status = run([*staging.driver_python, *program(words)], environment, steps, head, received, spare)
+        staging.collect()
+        return status
     finally:
-        steps.end([share.node for share in shares], STEP_END_SECONDS)
+        seconds = STAGED_END_SECONDS if staging.staged else STEP_END_SECONDS
+        steps.end([share.node for share in shares], seconds)
+
+
+def _settled(words: Sequence[str]) -> int | None:
+    """Of a job that has come back: the status of a study with nothing left to do."""
+    folder = study_folder(words) if is_study(words) else None
+    status = settled_status(folder) if folder is not None else None
+    if status is not None:
+        say(f"cluster: the study in {folder} has ended, or used up its budget; its report stands")
+    return status
 
 
 def _words(container: str) -> list[str]:
@@ -129,6 +178,8 @@ def program(words: Sequence[str]) -> list[str]:
     words = words[1:] if words[:1] == ["--"] else words
     if words and words[0] in PROGRAMS:
         return ["-m", f"tinyllm_ray.{words[0]}", *words[1:]]
+    if words[:1] == ["selfcheck"]:  # with --measure it measures on the job's cluster
+        return ["-m", "tinyllm_ray.cluster", *words]
     if words and words[0].endswith(".py"):
         return list(words)
     raise ConfigError(
@@ -178,58 +229,12 @@ def gather(steps: Steps, nodes: Sequence[str], wanted: int, deadline: Deadline, 
         steps.hear(_TICK_SECONDS)
 
 
-def describe(steps: Steps, nodes: Sequence[str]) -> str:
-    """Nodes and why each is missing, on one line."""
-    return ", ".join(f"{node} ({steps.ended.get(node, 'no answer before the deadline')})" for node in nodes)
-
-
 def seconds_left(job: int) -> float | None:
     """What Slurm leaves the job; None without a limit."""
     text = ask_slurm("squeue", "--noheader", f"--jobs={job}", "--format=%L").strip()
     with contextlib.suppress(ConfigError):
         return parse_slurm_time(text)
     return None  # NOT_SET, INVALID
-
-
-def driver_environment(environment: Mapping[str, str], head: Mapping[str, Any], left: float | None) -> dict[str, str]:
-    """Variables for the command: where the cluster is, its secret's file, and when the allocation ends."""
-    variables = ray_environment(environment, Path(head["token"])) | {"RAY_ADDRESS": head["address"]}
-    if left is not None:
-        variables.setdefault(END_VARIABLE, str(int(time.time() + left)))
-    return variables
-
-
-def run(
-    command: Sequence[str], environment: Mapping[str, str], steps: Steps, head: str, received: Sequence[int]
-) -> int:
-    """Run the command to its end, telling it of signals; its exit status, or 1 where the head went away under it."""
-    process = subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent
-    )
-    kill_at, heard, lost = None, 0, set(steps.ended)
-    while process.poll() is None:
-        steps.hear(_TICK_SECONDS)
-        for node in set(steps.ended) - lost:
-            lost.add(node)
-            say(f"cluster: lost {describe(steps, [node])}", sys.stderr)
-        grace = GRACE_SECONDS[signal.Signals(received[heard])] if len(received) > heard else None
-        if grace is None and head in lost and kill_at is None:
-            grace = GRACE_SECONDS[signal.SIGTERM]
-        if grace is not None:
-            if kill_at is None:
-                process.terminate()  # a second one would have it drop what it saves
-            heard = len(received)
-            kill_at = min(kill_at or float("inf"), time.monotonic() + grace)
-        if kill_at is not None and time.monotonic() >= kill_at:
-            process.kill()
-            process.wait()
-    left = end_descendants(patience_seconds=1.0, limit_seconds=5.0, keep=steps.processes)
-    if left:
-        say(f"cluster: not ended by the kernel yet: {', '.join(left)}", sys.stderr)
-    if process.returncode < 0 and not received:
-        say(f"cluster: the command was ended by {signal.Signals(-process.returncode).name}", sys.stderr)
-    status = process.returncode if process.returncode >= 0 else 128 - process.returncode
-    return status or (EXIT_BUG if head in lost else 0)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,10 @@ from typing import Any
 
 from tinyllm_ray.cluster.addresses import PORTS_A_JOB, address_towards, free_ports, is_free, own_address
 from tinyllm_ray.cluster.descendants import adopt_orphans, descendants, end_descendants, reap
+from tinyllm_ray.cluster.headless import end_headless
+from tinyllm_ray.cluster.limits import make_room
+from tinyllm_ray.cluster.numa_memory import bind_host_memory
+from tinyllm_ray.cluster.stage_place import NAME, stage_folder, staged_python, staged_variables
 from tinyllm_ray.errors import EXIT_BUG, EXIT_DONE, EXIT_SIGTERM, ConfigError, TinyllmRayError
 
 OBJECT_STORE_MIB = 128
@@ -36,10 +40,16 @@ HELD_BACK_SECONDS = 25.0
 _PATIENCE_SECONDS = 3.0
 _LIMIT_SECONDS = 10.0
 _TICK_SECONDS = 0.2
+_LOOK_SECONDS = 3.0
 _MOST_STARTS = 3
+_TOO_SLOW = "timed out during startup"
+"""Ray 2.60 gives its processes 30 s to be there, which a cold shared file system may take for their imports; a second
+start finds them in the page cache. The launcher has the deadline."""
 _SETTLED_SECONDS = 60.0
+_STAGED_SECONDS = 1800.0
+"""A folder with staged files waits for its step, which on all nodes but the first comes after the head is ready."""
 _FOLDER = "tr"
-_RAY = (sys.executable, "-c", "from ray.scripts.scripts import main; main()")
+_RAY = ("-c", "from ray.scripts.scripts import main; main()")
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,8 @@ class Node:
     scratch: str = "/tmp"
     interface: str | None = None
     """The network interface to listen at; None for the address that Slurm has for the node."""
+    staged: bool = False
+    """Whether the job has put copies of its files on its nodes (`stage_place`); this one may lack them."""
 
     def __str__(self) -> str:
         return json.dumps(asdict(self))
@@ -73,24 +85,28 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     adopt_orphans()
     try:
+        make_room()
         with _Folder(node) as folder:
             token = folder.write_token(sys.stdin.buffer.readline())
-            _say(event="ready", node=node.name, **_start(node, folder.path, token))
-            return _stay(told)
+            memory = bind_host_memory()  # Ray's processes inherit it
+            _say(event="ready", node=node.name, memory=memory, **_start(node, folder, token))
+            return _stay(node, told)
     except TinyllmRayError as error:
         _say(event="failed", node=node.name, reason=str(error))
         return error.exit_status
 
 
-def _start(node: Node, folder: Path, token: Path) -> dict[str, Any]:
+def _start(node: Node, own: "_Folder", token: Path) -> dict[str, Any]:
     """Start Ray; what the launcher has to know of it. Raises TinyllmRayError with Ray's last line where it fails."""
-    environment = ray_environment(os.environ, token)
+    staged = staged_variables(own.stage) if node.staged else {}
+    python = staged_python(own.stage) if node.staged else sys.executable
+    environment = ray_environment({**os.environ, **staged}, token)
     for _ in range(_MOST_STARTS):
         address = own_address(node.known_as or node.name, node.interface)
         if node.head is not None and node.interface is None:
             address = address_towards(node.head.rpartition(":")[0]) or address
         ports = free_ports(node.job) if node.head is None else ()
-        done = _run_ray([*_RAY, "start", *ray_arguments(node, address, ports, folder)], environment)
+        done = _run_ray([python, *_RAY, "start", *ray_arguments(node, address, ports, own.path)], environment)
         if done.returncode == 0:
             return {
                 "host": os.uname().nodename,
@@ -104,7 +120,7 @@ def _start(node: Node, folder: Path, token: Path) -> dict[str, Any]:
             }
         print(done.stdout, file=sys.stderr, flush=True)
         end_descendants(_PATIENCE_SECONDS, _LIMIT_SECONDS)
-        if all(map(is_free, ports)):
+        if all(map(is_free, ports)) and _TOO_SLOW not in done.stdout:
             break  # no other program was in its way
     where = f"at {address}" + (f", ports {ports[0]} to {ports[-1]}" if ports else f", for the head at {node.head}")
     lines = [line for line in done.stdout.splitlines() if line.strip()] or ["without a word"]
@@ -176,17 +192,24 @@ def share_of_host(cpus: int) -> int:
     return mib * min(cpus, os.cpu_count() or 1) // (os.cpu_count() or 1)
 
 
-def _stay(told: list[float]) -> int:
+def _stay(node: Node, told: list[float]) -> int:
     """Until the launcher lets go, a SIGTERM has waited long enough, or Ray's process for the node has ended."""
     core = {process for process, name in descendants().items() if name in ("raylet", "gcs_server")}
     while True:
-        if select.select([0], [], [], _TICK_SECONDS)[0] and not os.read(0, 4096):
+        if _is_let_go(_TICK_SECONDS):
             return EXIT_DONE
         if told and time.monotonic() - told[0] > HELD_BACK_SECONDS:
             return EXIT_SIGTERM
         if core & set(reap()):
             print("tinyllm_ray: Ray's process for this node has ended", file=sys.stderr, flush=True)
+            if node.head is not None:
+                end_headless(node.job, node.head, lambda: bool(told) or _is_let_go(_LOOK_SECONDS))
             return EXIT_BUG
+
+
+def _is_let_go(seconds: float) -> bool:
+    """Whether the launcher lets go, or is gone, within that time."""
+    return bool(select.select([0], [], [], seconds)[0]) and not os.read(0, 4096)
 
 
 class _Folder:
@@ -194,12 +217,14 @@ class _Folder:
 
     def __init__(self, node: Node) -> None:
         self.path = job_folder(node.scratch, os.getuid(), node.job)
+        self.stage = stage_folder(self.path, os.getuid(), node.job)
+        self._keep = {self.stage} if node.staged else set()
         self._lock = -1
 
     def __enter__(self) -> "_Folder":
         clear_left_behind(self.path)
         self._lock = claim(self.path)
-        for path in self.path.iterdir():  # of the same job before it was requeued
+        for path in set(self.path.iterdir()) - self._keep:  # of the same job before it was requeued
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         return self
 
@@ -207,7 +232,8 @@ class _Folder:
         left = end_descendants(_PATIENCE_SECONDS, _LIMIT_SECONDS)
         if left:
             print(f"tinyllm_ray: not ended by the kernel yet: {', '.join(left)}", file=sys.stderr, flush=True)
-        shutil.rmtree(self.path, ignore_errors=True)
+        for path in (self.stage, self.path):
+            shutil.rmtree(path, ignore_errors=True)
         os.close(self._lock)
 
     def write_token(self, secret: bytes) -> Path:
@@ -253,7 +279,8 @@ def clear_left_behind(own: Path) -> None:
         try:
             found = folder.lstat()
             # A folder of this minute may be another job's that is about to lock it.
-            if found.st_uid != os.getuid() or time.time() - found.st_ctime < _SETTLED_SECONDS:
+            settled = _STAGED_SECONDS if (folder / NAME).is_dir() else _SETTLED_SECONDS
+            if found.st_uid != os.getuid() or time.time() - found.st_ctime < settled:
                 continue
             lock = claim(folder)
             shutil.rmtree(folder, ignore_errors=True)

@@ -54,12 +54,19 @@ class Site(Section):
     """The network interface nodes talk over; that of Slurm's own addresses where nothing is said."""
     scratch: Line | None = None
     """A short folder on every node's own disk, /tmp where nothing is said."""
+    packs: Line | None = None
+    """A folder that all nodes see, for what `--stage` copies; beside the token caches where nothing is said."""
     login: Word | None = None
     """The host to go through to the nodes, for `dashboard`."""
 
 
 def load_site(name_or_path: str) -> Site:
-    """A site from a shipped file's name (`gh200`) or a YAML file. Raises ConfigError naming key, value and remedy."""
+    """A site from a shipped file's name (`gh200`) or a YAML file. Raises ConfigError naming key, value and remedy.
+
+    >>> from tinyllm_ray.cluster.site import load_site
+    >>> load_site("gh200").gpus_per_node
+    4
+    """
     shipped = shipped_files()
     file: Traversable = shipped.get(f"{name_or_path}.yaml") or Path(name_or_path)
     if not file.is_file():

@@ -39,6 +39,8 @@ class Steps:
         """Why, on one line, for the nodes that are not there, or no longer."""
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._said: queue.Queue[Said] = queue.Queue()
+        self._log_begins: dict[str, int] = {}
+        """Bytes that an earlier run of the job left in a node's log."""
         self._logs, self._secret, self._program = logs, secret, program
 
     @property
@@ -48,9 +50,10 @@ class Steps:
     def start(self, node: Node) -> None:
         """Start a node's step; returns at once."""
         with (self._logs / f"{node.name}.log").open("ab") as log:
+            self._log_begins[node.name] = log.tell()
             process = subprocess.Popen(
                 [*step_command(node), *self._program, str(node)],
-                env={name: value for name, value in os.environ.items() if name not in _ASKED_FOR_BY_THE_JOB},
+                env=step_environment(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -101,7 +104,7 @@ class Steps:
     def _note(self, node: str, message: Mapping[str, Any] | None) -> None:
         if message is None:
             status = self._running[node].returncode
-            words = complaint(self._logs / f"{node}.log")
+            words = complaint(self._logs / f"{node}.log", self._log_begins.get(node, 0))
             self.ended.setdefault(node, f"its step ended with {status}{': ' if words else ''}{words}")
             self.ready.pop(node, None)
         elif message["event"] == "ready":
@@ -110,13 +113,23 @@ class Steps:
             self.ended[node] = str(message["reason"])
 
 
-def complaint(log: Path) -> str:
-    """The first thing that srun complained of in a node's log; empty where it did not."""
+def describe(steps: Steps, nodes: Sequence[str]) -> str:
+    """Nodes and why each is missing, on one line."""
+    return ", ".join(f"{node} ({steps.ended.get(node, 'no answer before the deadline')})" for node in nodes)
+
+
+def complaint(log: Path, begin: int = 0) -> str:
+    """The first thing that srun complained of in a node's log from byte `begin` on; empty where it did not."""
     with contextlib.suppress(OSError):
-        for line in log.read_text(errors="replace").splitlines():
+        for line in log.read_bytes()[begin:].decode(errors="replace").splitlines():
             if line.startswith("srun: error: "):
                 return line.removeprefix("srun: error: ")
     return ""
+
+
+def step_environment() -> dict[str, str]:
+    """This process's variables without those that srun would read as options."""
+    return {name: value for name, value in os.environ.items() if name not in _ASKED_FOR_BY_THE_JOB}
 
 
 def step_command(node: Node) -> list[str]:

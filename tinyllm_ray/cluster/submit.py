@@ -27,8 +27,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}")
     parser.add_argument("--site", metavar="FILE", help="settings of a site in YAML, or a shipped one: gh200")
     parser.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help="as in --sbatch=--exclusive")
+    parser.add_argument("--requeue", action="store_true", help="come back after preemption and at the job's limit")
     parser.add_argument("--min-nodes", type=int, metavar="N", help="begin with this many when others do not come up")
     parser.add_argument("--start-deadline", metavar="DURATION", help="for all nodes to be there (default: 5m)")
+    parser.add_argument("--stage", action="store_true", help="copy packages, tokens and compiled code to every node")
     parser.add_argument("--dry-run", action="store_true", help="print the script and submit nothing")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="like -- tune --budget 45m")
 
@@ -55,7 +57,7 @@ def request_of(options: argparse.Namespace, site: Site) -> Request:
             for name, value in named.items()
             if value is not None and value != 0
         },
-        further=(*site.sbatch, *options.sbatch),
+        further=(*site.sbatch, *(["--requeue"] if options.requeue else []), *options.sbatch),
         setup=site.setup,
         modules=site.modules,
         python=site.python or sys.executable,
@@ -95,5 +97,7 @@ def _launch_options(options: argparse.Namespace, site: Site) -> list[str]:
         "interface": site.interface,
         "scratch": site.scratch and str(Path(site.scratch)),
         "container": site.container,
+        "packs": site.packs if options.stage else None,
     }
-    return [f"--{name}={value}" for name, value in said.items() if value is not None]
+    given = [f"--{name}={value}" for name, value in said.items() if value is not None]
+    return [*given, *(["--stage"] if options.stage else [])]

@@ -8,17 +8,23 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+import ray
 from ray import tune
-from ray.tune.search import Searcher
 
 from tinyllm_ray.clock import Deadline
 from tinyllm_ray.cluster.connect import Connection
+from tinyllm_ray.cluster.metrics import export_gpu
+from tinyllm_ray.cluster.names import show_process_as, trial_name
+from tinyllm_ray.cluster.numa import Seat, trial_gpu
+from tinyllm_ray.cluster.places import Hold, Over, this_place
 from tinyllm_ray.cluster.prefetch import address_on_this_node
 from tinyllm_ray.cluster.room import Room
+from tinyllm_ray.cluster.searcher import CandidateSearcher, Driver
+from tinyllm_ray.cluster.surplus import Surplus
 from tinyllm_ray.measure.environment import collect_environment, source_identity
 from tinyllm_ray.records import Fate
 from tinyllm_ray.train.compile_cache import compile_cache_folder
@@ -29,65 +35,76 @@ _FORCED_CLEANUP_SECONDS = "2"
 """How long Tune waits for an actor that does not stop; the default waits for ever."""
 
 
-class Driver(Protocol):
-    """Decides what is measured; its methods are called from Tune's loop, one at a time."""
-
-    def ask(self) -> Mapping[str, Any] | None:
-        """The next TrialRequest, or None when there is none now."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether `ask` will never give another one."""
-
-    def hear(self, candidate: str, event: Mapping[str, Any]) -> None:
-        """One event of a running candidate, `{"event": "record", "record": {...}}` being its last."""
-
-    def lose(self, candidate: str) -> None:
-        """A candidate's Ray process or node went away before its record came."""
+_NEVER_SECONDS = "1000000000"
+"""Between two snapshots of Tune's own state, which nobody reads; a full disk would end the study at the next one."""
 
 
 def run_trials(
-    driver: Driver, connection: Connection, logs: Path, storage: Path, range_servers: str | None = None
+    driver: Driver,
+    connection: Connection,
+    logs: Path,
+    storage: Path,
+    range_servers: str | None = None,
+    callbacks: Sequence[tune.Callback] = (),
 ) -> str | None:
-    """Run candidates until `driver` is finished, or until no node is left that could; then says so, else None.
+    """Run candidates until `driver` is finished, or until nothing is left that could; then says so, else None.
 
     Every trial asks Ray for the same: a GPU and its share of the node's cores, or a node's cores where no GPU is.
     `logs` gets a file a candidate, `storage` what Tune keeps for itself; `range_servers` names the
-    servers that candidates ask for tokens (`prefetching`), None where there are none. Raises ConfigError where no node
-    has what a trial takes.
+    servers that candidates ask for tokens (`prefetching`), None where there are none; `callbacks` are Tune's
+    (`callbacks.guarded`). Raises ConfigError where no node has what a trial takes.
     """
     os.environ.update(
         TUNE_DISABLE_AUTO_CALLBACK_LOGGERS="1",
         TUNE_FORCE_TRIAL_CLEANUP_S=_FORCED_CLEANUP_SECONDS,
         TUNE_DISABLE_SIGINT_HANDLER="1",
         RAY_AIR_NEW_OUTPUT="0",
+        TUNE_GLOBAL_CHECKPOINT_S=_NEVER_SECONDS,
+        # Or one process would be started after the other, 4 to 8 s each.
+        TUNE_MAX_PENDING_TRIALS_PG=str(concurrency(connection)),
     )
     room = Room(resources(connection))
     first = driver.ask()
     if first is None:
         return None  # a study that is resumed after its end
-    searcher = _Searcher(driver, first, most_at_once=concurrency(connection), logs=logs, range_servers=range_servers)
-    tuner = tune.Tuner(
+    searcher = CandidateSearcher(
+        driver, first, most_at_once=concurrency(connection), logs=logs, range_servers=range_servers
+    )
+    searcher.surplus = Surplus(resources(connection), ray.util.get_node_ip_address())
+    try:
+        _build_tuner(searcher, room, connection, storage, callbacks).fit()
+    except OSError as error:  # Tune keeps files of its own on this node
+        room.reason = f"Ray Tune cannot go on: {error}"
+    searcher.lose_the_rest()
+    return room.reason
+
+
+def _build_tuner(
+    searcher: CandidateSearcher,
+    room: Room,
+    connection: Connection,
+    storage: Path,
+    callbacks: Sequence[tune.Callback],
+) -> tune.Tuner:
+    return tune.Tuner(
         tune.with_resources(CandidateTrial, resources(connection)),
         tune_config=tune.TuneConfig(
             search_alg=searcher,
             num_samples=-1,
             reuse_actors=True,
-            trial_name_creator=lambda trial: trial.config["request"]["candidate"],
+            trial_name_creator=lambda trial: _name(trial.config["request"]),
             trial_dirname_creator=lambda trial: trial.config["request"]["candidate"],
         ),
         run_config=tune.RunConfig(
             name="tune",
             storage_path=str(storage),
             verbose=0,
-            stop=room,
+            stop=[room, Over(searcher.is_over)],
+            callbacks=list(callbacks),
             # A trial has nothing to keep, and its node need not see the driver's storage.
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
         ),
     )
-    tuner.fit()
-    searcher.lose_the_rest()
-    return room.reason
 
 
 def concurrency(connection: Connection) -> int:
@@ -109,6 +126,9 @@ class CandidateTrial(tune.Trainable):  # type: ignore[misc]
     def setup(self, config: dict[str, Any]) -> None:
         self._launcher: Launcher | None = None
         self._fault: dict[str, Any] | None = None
+        self._gpu = export_gpu()
+        self._hold: Hold | None = None
+        self._place = this_place()
         self._begin(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
@@ -118,12 +138,15 @@ class CandidateTrial(tune.Trainable):  # type: ignore[misc]
         return True
 
     def step(self) -> dict[str, Any]:
-        event = self._fault
+        event = self._hold.step() if self._hold else self._fault
         if event is None:
             assert self._launcher is not None
+            show_process_as(self._name)
             event = self._launcher.step()
+            if event["event"] == "record" and self._seat.placement.gpu:
+                event["record"]["environment"]["placement"] = self._seat.as_json()
         # As text: Tune flattens nested results on their way to the searcher.
-        return {"event": json.dumps(event), "done": event["event"] == "record"}
+        return {"event": json.dumps({**event, "place": self._place}), "done": event["event"] == "record"}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """A candidate is measured again, never continued."""
@@ -137,16 +160,30 @@ class CandidateTrial(tune.Trainable):  # type: ignore[misc]
 
     def _begin(self, config: Mapping[str, Any]) -> None:
         """Start the candidate; what this node cannot do becomes its record, since Tune passes on no reason."""
+        wanted = config["request"].get("place")
+        self._hold = Hold() if wanted not in (None, self._place) else None
         self._fault = None
+        if self._hold:
+            return
+        self._name = _name(config["request"])
+        if self._gpu is not None:
+            self._gpu.candidate = self._name
         try:
             if self._launcher is None:
+                cores = self.trial_resources.required_resources.get("CPU", 1)
+                self._seat = Seat(int(cores), trial_gpu())  # first, as the launcher's processes inherit it
                 self._launcher = _build_launcher(Path(config["logs"]))
+            self._seat.look_around()
             servers = config["range_servers"]
             address = address_on_this_node(servers) if servers else None
             self._launcher.begin({**config["request"], "range_server": address})
         except Exception as error:
             traceback.print_exc()
             self._fault = _failed(config["request"], f"{type(error).__name__}: {error}")
+
+
+def _name(request: Mapping[str, Any]) -> str:
+    return trial_name(request["config"]["model"], request["label"])
 
 
 def _build_launcher(logs: Path) -> Launcher:
@@ -166,53 +203,3 @@ def _failed(request: Mapping[str, Any], reason: str) -> dict[str, Any]:
     identity = {"sha256": source.sha256, "dirty": source.dirty}
     record = build_record(candidate, Fate.FAILED, reason, 0.0, collect_environment(), identity, None)
     return {"event": "record", "record": record.model_dump(mode="json")}
-
-
-class _Searcher(Searcher):  # type: ignore[misc]
-    """Tune's searcher over a Driver; the names of the methods' arguments are Tune's and fixed."""
-
-    def __init__(
-        self, driver: Driver, first: Mapping[str, Any], most_at_once: int, logs: Path, range_servers: str | None
-    ) -> None:
-        super().__init__()
-        self._driver = driver
-        self._first: Mapping[str, Any] | None = first
-        self._most_at_once = most_at_once
-        self._settings = {"logs": str(logs), "range_servers": range_servers}
-        self._running: dict[str, str] = {}
-
-    def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
-        if len(self._running) >= self._most_at_once:
-            return None
-        request, self._first = self._first or self._driver.ask(), None
-        if request is None:
-            return Searcher.FINISHED if self._driver.finished else None
-        self._running[trial_id] = request["candidate"]
-        return {"request": dict(request), **self._settings}
-
-    def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
-        self._driver.hear(self._running[trial_id], json.loads(result["event"]))
-
-    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        candidate = self._running.pop(trial_id)
-        event = json.loads(result["event"]) if result and not error else {"event": None}
-        if event["event"] == "record":
-            self._driver.hear(candidate, event)
-        else:
-            self._driver.lose(candidate)
-
-    def lose_the_rest(self) -> None:
-        """Tune says nothing of the trials that it gave up with the experiment."""
-        for candidate in self._running.values():
-            self._driver.lose(candidate)
-        self._running.clear()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Tune pickles its experiment; the study's own records are what is resumed from, so nothing of it is kept."""
-        return {}
-
-    def save(self, checkpoint_path: str) -> None:
-        """The study's records are what is resumed from."""
-
-    def restore(self, checkpoint_path: str) -> None:
-        """See `save`."""

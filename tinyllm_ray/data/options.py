@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from tinyllm_ray.command import Parser
+from tinyllm_ray.command import Parser, examples_of
 
 if TYPE_CHECKING:
     from tinyllm_ray.data.prepare import Request
@@ -19,7 +19,9 @@ _EPILOG = """examples:
   python -m tinyllm_ray.data prepare --source owner/name --config en --streaming --tokenizer owner/model --out caches/x
       any data set of the hub, or a folder that save_to_disk wrote
   python -m tinyllm_ray.data verify caches/books
-  python -m tinyllm_ray.data info caches/books
+      reads every file again and names those that are not what the manifest says
+  python -m tinyllm_ray.data info caches/books --rows 5
+      what the cache is, and a few of its rows as text
 
 A preparation that was stopped goes on when the same command runs again, and ends in the same bytes.
 
@@ -56,7 +58,7 @@ class _Plain(Parser):
     """The parser of one command, as argparse makes it."""
 
     def __init__(self, prog: str, **_: object) -> None:
-        super().__init__(prog, "", "")
+        super().__init__(prog, "", examples_of(_EPILOG, prog.split()[-1]))
 
 
 def _add_source(parser: argparse.ArgumentParser) -> None:

@@ -65,8 +65,8 @@ def collect_environment(torch_device: Any = None) -> dict[str, Any]:
         "python": sys.version,
         "platform": platform.platform(),
         "hostname": socket.gethostname(),
-        "versions": _versions(),
-        "cuda": _cuda_version(),
+        "versions": installed_versions(),
+        "cuda": cuda_version(),
         "cudnn": _cudnn_version(),
         "driver": gpus[0]["driver"] if gpus else None,
         "gpus": gpus,
@@ -121,7 +121,7 @@ def usable_cores() -> int:
 def machine_fingerprint() -> str:
     """Sixteen hex digits that are equal where compiled code may be shared, whatever the host's name."""
     gpus = _gpus({}) or []
-    versions = _versions()
+    versions = installed_versions()
     parts = [
         platform.machine(),
         _cpu_model(),
@@ -129,7 +129,7 @@ def machine_fingerprint() -> str:
         gpus[0]["driver"] if gpus else None,
         versions["torch"],
         versions["triton"],
-        _cuda_version(),
+        cuda_version(),
         platform.python_version(),
     ]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
@@ -159,7 +159,7 @@ def _device(torch_device: Any) -> Device:
     )
 
 
-def _versions() -> dict[str, str | None]:
+def installed_versions() -> dict[str, str | None]:
     found: dict[str, str | None] = {"tinyllm_ray": tinyllm_ray.__version__, **dict.fromkeys(_PACKAGES)}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -167,7 +167,7 @@ def _versions() -> dict[str, str | None]:
     return found
 
 
-def _cuda_version() -> str | None:
+def cuda_version() -> str | None:
     """What torch was built for, from its version file; not by `runpy`, which changes sys.argv under other threads."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:

@@ -99,6 +99,24 @@ def open_sensors(identifier: str | None, nvml: Any = None) -> GpuSensors | None:
         return None
 
 
+def uuid_of(visible: str, nvml: Any = None) -> str | None:
+    """The UUID of the first device of a CUDA_VISIBLE_DEVICES, which names it by number or UUID; None where none is.
+
+    NVML numbers devices by their place on the bus, as CUDA does for devices of one kind. `nvml` as in `open_sensors`.
+    """
+    first = visible.split(",")[0].strip()
+    if not first.isdigit():
+        return first if first.startswith("GPU-") else None  # a MIG slice has no sensors of its own
+    nvml = nvml or _pynvml()
+    if nvml is None:
+        return None
+    try:
+        nvml.nvmlInit()
+        return str(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(int(first))))
+    except nvml.NVMLError:
+        return None
+
+
 @functools.cache
 def _pynvml() -> Any:
     """The module, or None: an environment put together by hand may lack it."""

@@ -87,7 +87,18 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Token ids [B, T] to logits [B, T, vocabulary]."""
+    """Token ids [B, T] to logits [B, T, vocabulary].
+
+    >>> import torch
+    >>> from tinyllm_ray.config import load
+    >>> from tinyllm_ray.model.llama import initialize
+    >>> model = initialize(load("nano").model, seed=0)
+    >>> tokens = torch.arange(64).reshape(2, 32)
+    >>> model(tokens).shape
+    torch.Size([2, 32, 32000])
+    >>> round(model.loss(tokens[:, :-1], tokens[:, 1:]).item(), 1)  # near log(32000) = 10.4, as nothing is learned yet
+    10.4
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor

@@ -16,7 +16,7 @@ class Trial:
 
     candidate: Candidate
     stage: str
-    """baseline, eager, search or verification."""
+    """baseline, control, eager, search, verification or repeat."""
     prediction: Prediction
     protocol: Protocol | None = None
     """The study's where None."""
@@ -68,9 +68,20 @@ class CandidateStatus:
     """Of one that is pending, running or not started."""
 
 
-def again(candidate: Candidate, candidate_id: str) -> Candidate:
-    """The candidate as it is called when verification measures it again."""
-    return replace(candidate, id=candidate_id, label=f"{candidate.label} again")
+AGAIN = frozenset({"control", "verification"})
+"""Stages that measure a candidate again, under another name."""
+
+
+def again(candidate: Candidate, candidate_id: str, stage: str = "verification") -> Candidate:
+    """The candidate as it is called when verification measures it again, or a device its control."""
+    return replace(
+        candidate, id=candidate_id, label=f"{candidate.label} {'control' if stage == 'control' else 'again'}"
+    )
+
+
+def finished_again(candidate: Candidate, record: TrialRecord) -> CandidateStatus:
+    """Of a candidate that has been measured again."""
+    return finished_status(again(candidate, record.candidate, record.purpose), record)
 
 
 def running_status(trial: Trial) -> CandidateStatus:

@@ -3,14 +3,16 @@
 import functools
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tinyllm_ray.execution import ExecutionConfig
 from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.records import Fate, TrialRecord
+from tinyllm_ray.search.earlier import OWN, Origin
 from tinyllm_ray.search.effects import CompilePrior, EffectModel, Observation
+from tinyllm_ray.search.first_updates import FirstUpdate, first_updates
 from tinyllm_ray.search.fitting import DeviceKind
 from tinyllm_ray.search.kinds import compilation, kind_of
 from tinyllm_ray.search.priors import Priors
@@ -58,20 +60,6 @@ class Starts(NamedTuple):
     """The first update with its compilation cached."""
 
 
-class FirstUpdate(NamedTuple):
-    """A first update that was seen."""
-
-    execution: Mapping[str, Any]
-    kind: str
-    compilation: tuple[Any, ...] | None
-    """None where it was cut."""
-    warm: bool
-    """Whether an earlier trial had the same compilation."""
-    seconds: float
-    update: float
-    """Part of `seconds` that any update takes."""
-
-
 PRIOR_START = Estimate(3.0, 10.0)
 """Forked from a process that has torch: 0.6-0.8 s to the first kernel; a bare process imports for 3-10 s."""
 
@@ -79,6 +67,9 @@ PRIOR_REST = Estimate(1.5, 4.0)
 
 UNSEEN_MACHINE = 3.0
 """Upper over expected seconds an update before this machine has run one: it may be a slower one."""
+
+UNSEEN_SIZE = 2.0
+"""The same where it has run another size of model, in proportion to the parameters."""
 
 EAGER_OVER_COMPILED = Estimate(2.5, 4.0)
 """Seconds an update: 2.0 at micro-batch 32 to 2.9 at 4 on a GH200."""
@@ -136,7 +127,7 @@ class CostModel:
         timed = [(record, seconds) for record in self.records if (seconds := record.seconds_per_update)]
         if not timed:
             expected = self.work_per_update / self._priors.work_per_second(execution["update"])
-            return Estimate(expected, expected * UNSEEN_MACHINE)
+            return Estimate(expected, expected * (UNSEEN_SIZE if self._priors.earlier else UNSEEN_MACHINE))
         distances = [_distance(execution, record.execution) for record, _ in timed]
         nearest = min(distances)
         similar = [index for index, distance in enumerate(distances) if distance == nearest]
@@ -156,15 +147,26 @@ class CostModel:
 
     @functools.cached_property
     def _start(self) -> Estimate:
-        return _learned([record.seconds.start for record in self.records], PRIOR_START)
+        return self._learned_of(lambda record: record.seconds.start, PRIOR_START)
 
     @functools.cached_property
     def _rest(self) -> Estimate:
-        return _learned([_rest_seconds(record) for record in self.records], PRIOR_REST)
+        return self._learned_of(_rest_seconds, PRIOR_REST)
+
+    def _learned_of(self, part: Callable[[TrialRecord], float | None], prior: Estimate) -> Estimate:
+        """Seconds of a part, by this study's records, else by earlier studies', else by `prior`."""
+        earlier = _learned([part(record) for study in self._priors.earlier for record in study.records], prior)
+        return _learned([part(record) for record in self.records], earlier)
 
     @functools.cached_property
     def _samples(self) -> list[FirstUpdate]:
-        return _first_updates(self.records)
+        return first_updates(self.records)
+
+    @property
+    def _all_samples(self) -> list[tuple[Origin, list[FirstUpdate]]]:
+        """Earlier studies' as well; a compilation's seconds hardly go by the sizes of what is compiled."""
+        earlier = enumerate(self._priors.earlier, start=1)
+        return [(OWN, self._samples), *((Origin(number, 0.0), study.first_updates) for number, study in earlier)]
 
     @functools.cached_property
     def _compiled(self) -> dict[tuple[Any, ...], list[float]]:
@@ -220,8 +222,9 @@ class CostModel:
     def _compile_model(self) -> EffectModel:
         """Of cold first updates, all kinds but eager."""
         seen = [
-            Observation(sample.execution, math.log(max(sample.seconds - sample.update, 0.1)), COMPILE_NOISE)
-            for sample in self._samples
+            Observation(sample.execution, math.log(sample.beside_update), COMPILE_NOISE, origin=origin)
+            for origin, samples in self._all_samples
+            for sample in samples
             if sample.kind != "eager" and not sample.warm
         ]
         baseline = self.records[0].execution if self.records else None
@@ -236,23 +239,6 @@ def _learned(seconds: Iterable[float | None], prior: Estimate) -> Estimate:
 
 def _times(estimate: Estimate, count: int) -> Estimate:
     return Estimate(estimate.expected * count, estimate.upper * count)
-
-
-def _first_updates(records: Iterable[TrialRecord]) -> list[FirstUpdate]:
-    """Every first update, oldest first."""
-    samples: list[FirstUpdate] = []
-    seen: set[tuple[Any, ...]] = set()
-    for record in records:
-        execution, made = record.execution, compilation(record.execution)
-        kind, update, seconds = kind_of(execution), record.seconds_per_update or 0.0, record.seconds.compile
-        if seconds is None and record.fate == Fate.TIMED_OUT and record.seconds.total is not None:
-            # Cut while it compiled: it takes at least that long, and must not be tried again as if it were quick.
-            cut = record.seconds.total - (record.seconds.start or 0.0)
-            samples.append(FirstUpdate(execution, kind, None, False, cut, update))
-        elif seconds is not None and record.fate != Fate.OUT_OF_MEMORY:
-            samples.append(FirstUpdate(execution, kind, made, made in seen, seconds, update))
-            seen.add(made)
-    return samples
 
 
 def _rest_seconds(record: TrialRecord) -> float | None:

@@ -47,6 +47,10 @@ class DeviceSpeed:
     slow: bool
     """More than 2% below the fastest, and not by noise alone."""
 
+    def __str__(self) -> str:
+        share = f"{self.ratio:.1%} of the fastest device's speed ({self.low:.1%} to {self.high:.1%}, 95%)"
+        return f"{self.device} has {share}, by {self.controls} control{'s' if self.controls > 1 else ''}"
+
 
 @dataclass(frozen=True)
 class _Level:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from tinyllm_ray.search.earlier import ANOTHER_RECIPE, OWN, Origin, alike
 from tinyllm_ray.search.kinds import dimensions, kind_of
 from tinyllm_ray.search.priors import Priors, launch_bound
 
@@ -57,6 +58,8 @@ class Observation(NamedTuple):
     device: str | None = None
     position: int = 0
     """Trials the device had run before."""
+    origin: Origin = OWN
+    """Which study measured it; `value` is then as if this study's prior had been its own (`carried`)."""
 
 
 class EffectPrior(Protocol):
@@ -164,11 +167,21 @@ class EffectModel:
         if not observations:
             return
         noise = np.array([seen.noise for seen in observations])
-        covariance = self._covariance(self._seen, self._seen) + _devices(observations) + np.diag(noise**2 + 1e-10)
+        origins = [seen.origin for seen in observations]
+        covariance = self._covariance(self._seen, self._seen)
         covariance += MISFIT_SD**2 * np.array([[one == other for other in self._seen] for one in self._seen])
+        rest = _devices(observations) + np.diag(noise**2 + 1e-10)
         residual = np.array([seen.value - prior.mean(seen.execution) for seen in observations])
-        self._lower = np.linalg.cholesky(covariance)
-        self._solved = np.linalg.solve(covariance, residual)
+        best = -math.inf
+        for another, chance in ANOTHER_RECIPE.items():
+            lower = np.linalg.cholesky(alike(origins, origins, another) * covariance + rest)
+            half = np.linalg.solve(lower, residual)
+            likelihood = math.log(chance) - float(half @ half) / 2 - float(np.log(np.diag(lower)).sum())
+            if likelihood > best:
+                best, self._lower, self._solved = likelihood, lower, np.linalg.solve(lower.T, half)
+                self._counts = alike([OWN], origins, another)
+            if len(set(origins)) == 1:
+                break  # no other study's, so that every number says the same
 
     def predict(self, executions: Sequence[Mapping[str, Any]]) -> tuple[Floats, Floats]:
         """Mean and standard deviation of the logarithm, both [executions], on the first device as it was at first."""
@@ -182,6 +195,7 @@ class EffectModel:
                 places[_key(seen)].append(index)
             for index, one in enumerate(asked):
                 shared[index, places.get(_key(one), [])] += MISFIT_SD**2
+            shared *= self._counts
             means = means + shared @ self._solved
             variances = variances - (np.linalg.solve(self._lower, shared.T) ** 2).sum(axis=0)
         return means, np.sqrt(np.maximum(variances, 1e-12))

@@ -24,7 +24,7 @@ def choose_finalists(
 
     First the fastest, then the one that starts soonest, as it would win a tie, then by speed.
     """
-    records = [record for record in records if record.purpose != "verification"]
+    records = list(records)
     starts = start_seconds(records)
     order = ranked(first_complete(records).values())
     bounds = [(record.execution_identity, record_bounds(record, spread)) for record in order]
@@ -38,10 +38,10 @@ def choose_finalists(
 
 
 def first_complete(records: Iterable[TrialRecord]) -> dict[str, TrialRecord]:
-    """The first complete record of every execution; of a control's many the fastest would be a lucky one."""
+    """The search's first complete record of every execution; of a control's many the fastest would be a lucky one."""
     found: dict[str, TrialRecord] = {}
     for record in records:
-        if record.fate == Fate.COMPLETE and rate(record) is not None:
+        if record.purpose == "search" and record.fate == Fate.COMPLETE and rate(record) is not None:
             found.setdefault(record.execution_identity, record)
     return found
 

@@ -10,7 +10,6 @@ believer of Ginsbourger, Le Riche & Carraro, 2010).
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +23,9 @@ from tinyllm_ray.search.effects import PROCESS_SD, EffectModel, MemoryPrior, Obs
 from tinyllm_ray.search.fitting import FittedSpace
 from tinyllm_ray.search.kinds import kind_of, replays_graphs
 from tinyllm_ray.search.objective import Objective
+from tinyllm_ray.search.observed import carried_peaks, carried_rates, peaks, rates
 from tinyllm_ray.search.priors import Priors
-from tinyllm_ray.search.rates import noise_share, rate
+from tinyllm_ray.search.rates import rate
 from tinyllm_ray.search.ruled_out import RAN, Chances
 from tinyllm_ray.search.verifier import Verifier
 
@@ -82,8 +82,9 @@ class Outlook:
     ) -> None:
         self.space, self.objective, self.cost = space, objective, cost
         self._records = [record for record in cost.records if record.fate in RAN and rate(record) is not None]
+        self._earlier = priors.earlier
         prior = ThroughputPrior(priors, space.baseline, space.parameters)
-        observations = _observations(self._records)
+        observations = [*rates(self._records), *carried_rates(prior)]
         model = EffectModel(prior, space.baseline, observations)
         self._known = model
         if running:
@@ -94,7 +95,8 @@ class Outlook:
             ]
             model = EffectModel(prior, space.baseline, observations)
         self._throughput = model
-        self._chances = Chances(space.baseline, cost.records)
+        carried = [record for study in priors.earlier for record in study.verdicts]
+        self._chances = Chances(space.baseline, [*carried, *cost.records])
 
     @functools.cached_property
     def best(self) -> tuple[float, float, bool]:
@@ -188,25 +190,10 @@ class Outlook:
         total = min((record.memory.total_bytes for record in seen if record.memory.total_bytes), default=None)
         if total is None:
             return np.ones(len(settings))
-        observations = [
-            Observation(record.execution, math.log(record.memory.peak_reserved_bytes or 1), 0.05) for record in seen
-        ]
+        observations = [*peaks(seen), *carried_peaks(self._earlier, self.space.parameters)]
         model = EffectModel(MemoryPrior(self.space.baseline), self.space.baseline, observations)
         means, sds = model.predict(settings)
         return _normal((math.log(FULL_MEMORY * total) - means) / sds)
-
-
-def _observations(records: Sequence[TrialRecord]) -> list[Observation]:
-    """One for each record, with its place in the order of its device."""
-    ran: Counter[str | None] = Counter()
-    found = []
-    for record in records:
-        device = (record.devices[0].identifier or record.devices[0].host) if record.devices else None
-        windows = max(1, len(record.windows))
-        noise = math.hypot(PROCESS_SD, noise_share(record) / math.sqrt(windows))
-        found.append(Observation(record.execution, math.log(rate(record) or 1.0), noise, device, ran[device]))
-        ran[device] += 1
-    return found
 
 
 def _normal(z: Floats) -> Floats:

@@ -14,6 +14,7 @@ from tinyllm_ray.search.noise import spread_of
 from tinyllm_ray.search.objective import Objective
 from tinyllm_ray.search.pairs import CAUTIOUS_SPREAD, LEAST_PAIRS
 from tinyllm_ray.search.rates import rate
+from tinyllm_ray.search.rounds import shortest
 from tinyllm_ray.search.verdict import THROUGHPUT, Selection
 from tinyllm_ray.search.verification import Run, Verification
 from tinyllm_ray.search.verified import Verified
@@ -34,10 +35,13 @@ class PairedVerifier:
     """Where it counts seconds, no comparison goes on that is worth less of them than it costs."""
 
     def seconds(self, cost: CostModel, one: Mapping[str, Any], baseline: Mapping[str, Any]) -> float:
-        """Expected seconds of three pairs; 0 where they take too much of the budget to be kept time for."""
-        both = [cost.predict(execution, warm=True).expected_seconds for execution in (one, baseline)]
-        needed = LEAST_PAIRS * sum(both)
-        return needed if needed <= self.most_seconds else 0.0
+        """Expected seconds of three pairs, short ones where the study's protocol takes too much of the budget; 0 where
+        these do, too."""
+        for known in (cost, replace(cost, protocol=shortest(cost.protocol))):
+            both = [known.predict(execution, warm=True).expected_seconds for execution in (one, baseline)]
+            if LEAST_PAIRS * sum(both) <= self.most_seconds:
+                return LEAST_PAIRS * sum(both)
+        return 0.0
 
     def begin(
         self, selection: Selection, baseline: TrialRecord, earlier: Sequence[TrialRecord], cost: CostModel
@@ -46,6 +50,9 @@ class PairedVerifier:
 
         def predict(execution: Mapping[str, Any], protocol: Protocol) -> float:
             return replace(cost, protocol=protocol).predict(execution, warm=True).upper_seconds
+
+        def expect(execution: Mapping[str, Any], protocol: Protocol) -> float:
+            return replace(cost, protocol=protocol).predict(execution, warm=True).expected_seconds
 
         records = [*cost.records, *earlier]
         spread = spread_of(records, CAUTIOUS_SPREAD)
@@ -59,7 +66,7 @@ class PairedVerifier:
         close = choose_finalists(cost.records, name, spread)
         finalists = list(dict.fromkeys([selection.record.execution_identity, *close]))
         finalists = [finalist for finalist in finalists if finalist != name][:most]
-        return Rounds(Verification(records, name, finalists, predict, self.protocol, spread, at_stake))
+        return Rounds(Verification(records, name, finalists, predict, self.protocol, spread, at_stake, expect))
 
 
 @dataclass(frozen=True)
@@ -80,5 +87,5 @@ class Rounds:
         self.verification.tell(record)
 
     def outcome(self) -> Verified | None:
-        """The verdict so far; None before a finalist and the baseline have been measured side by side."""
+        """The verdict so far; None before a finalist and the baseline have been measured side by side three times."""
         return self.verification.outcome()

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tinyllm_ray.search.earlier import EarlierStudy
 from tinyllm_ray.search.fitting import DeviceKind
 
 Level = tuple[str, Any]
@@ -156,6 +157,8 @@ class Priors:
 
     device_kind: DeviceKind
     machines: tuple[Machine, ...] = (GH200, H200, X86)
+    earlier: tuple[EarlierStudy, ...] = ()
+    """Studies of other sizes on the machines at hand, oldest first: they say more than any other machine."""
 
     def without(self, *names: str) -> "Priors":
         """These, as if the machines named had never been seen."""
@@ -177,6 +180,8 @@ class Priors:
         base = kind.removeprefix("graph ").replace("graph", "default")
         cold = [machine.cold_seconds[base] for machine in self._own() if base in machine.cold_seconds]
         warm = [machine.warm_seconds[base] for machine in self._own() if base in machine.warm_seconds]
+        here = [sample for study in self.earlier for sample in study.first_updates if sample.kind == kind]
+        warm = [sample.beside_update for sample in here if sample.warm or base == "eager"] or warm
         guesses = GUESSED_COLD_SECONDS[self.device_kind]
         guessed = guesses.get(base, guesses["max-autotune" if base.startswith("max-autotune") else "default"])
         guessed_warm = GUESSED_WARM_SECONDS["eager" if base == "eager" else "default"]
@@ -184,6 +189,9 @@ class Priors:
 
     def work_per_second(self, update: str) -> float:
         """Parameters times targets a second."""
+        seen = [study.work_per_second(update == "eager") for study in self.earlier]
+        if here := [work for work in seen if work is not None]:
+            return here[-1]
         name = "eager" if update == "eager" else "compiled"
         rates = [machine.work_per_second[name] for machine in self._own()]
         return min(rates, default=GUESSED_WORK[self.device_kind][name])

@@ -12,6 +12,9 @@ from tinyllm_ray.search.noise import device_name
 from tinyllm_ray.search.pairs import Side
 from tinyllm_ray.search.rates import rate
 
+SHORT_WARMUP_UPDATES = 8
+"""Of short processes at most: a graph of the whole update is captured in the fourth, and three steady ones follow."""
+
 
 @dataclass
 class Round:
@@ -45,6 +48,27 @@ def whole_rounds(records: Iterable[TrialRecord], known: Mapping[str, TrialRecord
             sides = {name: side_of(record) for name, record in results.items()}
             rounds.append(Round(number, list(results), protocol, sides))
     return rounds
+
+
+def shortest(protocol: Protocol) -> Protocol:
+    """The protocol of processes that are to be short: three windows of half a second once updates are steady."""
+    return Protocol(
+        version="adaptive",
+        data_mode=protocol.data_mode,
+        warmup_updates=min(protocol.warmup_updates, SHORT_WARMUP_UPDATES),
+        windows=3,
+        most_windows=3,
+    )
+
+
+def home_of(records: Iterable[TrialRecord], preferred: Iterable[str]) -> str | None:
+    """The device to verify on in a study of several, None in others: where the first of `preferred` (by execution
+    identity) was measured, as its compilation is cached there."""
+    records = [record for record in records if record.devices]
+    if len({device_name(record) for record in records}) < 2:
+        return None
+    ran = {record.execution_identity: device_name(record) for record in records}
+    return next((ran[name] for name in preferred if name in ran), None)
 
 
 def noise_of(record: TrialRecord) -> list[tuple[float, float]]:

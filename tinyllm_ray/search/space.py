@@ -29,7 +29,13 @@ EXECUTION_KEYS = tuple(ExecutionConfig.model_fields)
 
 
 class Space(Section):
-    """What a study may vary. Values are checked one by one here, against a recipe and a machine in `fit_space`."""
+    """What a study may vary. Values are checked one by one here, against a recipe and a machine in `fit_space`.
+
+    >>> from tinyllm_ray.tune import Space
+    >>> space = Space(baseline={"update": "compiled"}, factors={"micro_batch_size": [8, 16], "update": ["graph"]})
+    >>> space.factors["micro_batch_size"]
+    (8, 16)
+    """
 
     name: str = "custom"
     """What the study is called in reports; a file's own name where it is loaded from one."""
@@ -64,7 +70,13 @@ def space_names() -> list[str]:
 
 
 def load_space(name_or_path: str | Path) -> Space:
-    """A space from a shipped one's name (`execution`, `packed`, `smoke`) or from a YAML file. Raises ConfigError."""
+    """A space from a shipped one's name (`execution`, `packed`, `smoke`) or from a YAML file. Raises ConfigError.
+
+    >>> from tinyllm_ray.tune import load_space
+    >>> space = load_space("smoke")
+    >>> space.factors["sdpa_backend"], space.protocol.windows
+    (('auto', 'math'), 3)
+    """
     shipped = _shipped()
     if isinstance(name_or_path, str) and name_or_path in shipped:
         source = f"space {name_or_path}"
@@ -190,7 +202,7 @@ def _refuse_misplaced(key: str) -> None:
 def _recipe_place(word: str) -> str | None:
     """`section.key` of the recipe's setting that `word` names, with or without its section."""
     for section, field in Config.model_fields.items():
-        if section in {"execution", "output"}:
+        if section in {"execution", "output", "tuned"}:
             continue
         if word == section:
             return section

@@ -1,44 +1,47 @@
 """The study: says which candidate to measure next (ask), takes its record (tell), and knows the verdict.
 
-The baseline first, the eager row as a cheap control, then what is expected to save most per second of measuring, while
-that pays; last, where a verifier is given, finalists and baseline again. Pure: the same records and seconds left give
-the same answers, so that a broken study goes on.
+The baseline first, on every device, the eager row beside it, then what is expected to save most per second of
+measuring, while that pays; last, where a verifier is given, finalists and baseline again. Pure: the same records and
+seconds left give the same answers, so that a broken study goes on.
 """
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from tinyllm_ray.config import identity
 from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.records import Fate, TrialRecord
-from tinyllm_ray.search.account import Account, account
+from tinyllm_ray.search.account import Account
+from tinyllm_ray.search.admission import Admission
 from tinyllm_ray.search.answers import (
+    AGAIN,
     CandidateStatus,
     Finished,
-    State,
     Trial,
     Wait,
     again,
-    finished_status,
+    finished_again,
     running_status,
 )
-from tinyllm_ray.search.candidate import Candidate, Candidates, make_candidate
+from tinyllm_ray.search.candidate import Candidates
+from tinyllm_ray.search.comparison import Comparison
+from tinyllm_ray.search.controls import Controls
 from tinyllm_ray.search.cost import CostModel, Prediction
 from tinyllm_ray.search.fitting import FittedSpace
-from tinyllm_ray.search.objective import Objective, Winner, winners
+from tinyllm_ray.search.objective import Objective, Winner
 from tinyllm_ray.search.outlook import Outlook
 from tinyllm_ray.search.pool import Pool
 from tinyllm_ray.search.priors import Priors
-from tinyllm_ray.search.rates import fastest, ranked
+from tinyllm_ray.search.rates import ranked
 from tinyllm_ray.search.ruled_out import hopeless, out_of_memory
-from tinyllm_ray.search.verdict import THROUGHPUT, Selection, select
+from tinyllm_ray.search.settled import MEASURED_AGAIN, settles
+from tinyllm_ray.search.standing import Standing
+from tinyllm_ray.search.verdict import THROUGHPUT, Selection
 from tinyllm_ray.search.verified import Verified
 from tinyllm_ray.search.verifier import Verification, Verifier, reserved_seconds
-
-MEASURED_AGAIN = frozenset({Fate.TIMED_OUT, Fate.LOST})
-"""Fates that say nothing about a candidate once the study is resumed: with more time, on a sound node, it may do."""
 
 _FEW = 3
 """Of the best: measured executions around which a large space is searched, and candidates shown that did not fit."""
@@ -55,6 +58,7 @@ class Study:
         objective: Objective = THROUGHPUT,
         verifier: Verifier | None = None,
         priors: Priors | None = None,
+        devices: int = 1,
     ) -> None:
         """`records` (oldest first) are those of the study to go on with; `protocol` is the space's unless given."""
         self.space = space
@@ -65,40 +69,43 @@ class Study:
         self._pool = Pool(space)
         self._candidates = Candidates()
         self._results: dict[str, TrialRecord] = {}
+        self._lapsed: dict[str, TrialRecord] = {}  # records that settle nothing: measured again
         self.measured_again: list[TrialRecord] = []
-        """Verification's records, oldest first; the search learns nothing from them, so it stays over once it is."""
+        """Verification's records and repeats, oldest first; the search learns nothing from them, so it stays over."""
         self.verification: Verification | None = None  # that has begun
         self._running: dict[str, Trial] = {}
-        self._unaffordable: dict[str, tuple[dict[str, Any], Prediction]] = {}
-        """By identity, at the last ask."""
+        """By candidate id."""
+        self._admission = self._admit(math.inf)
+        """At the last ask."""
         self._selected: tuple[Selection | None] | None = None  # the verdict, asked for since the last record
-        self._seconds_left = math.inf
         work = space.parameters * space.targets_per_update
         self._cost = CostModel(space.device_kind, work, self.protocol, (), self._priors)
         eager = space.settle({**space.baseline, "update": "eager"})
         self._baseline, self._eager = identity(space.baseline), identity(eager)
+        self.controls = Controls(self._baseline, devices)
+        self._compared = Comparison(self._results, self.controls, self._baseline, objective)
         for record in records:
             self._resume(record)
         for execution in (space.baseline, eager):
             self._candidates.register(execution)
 
-    def ask(self, remaining_seconds: float) -> Trial | Wait | Finished:
-        """What to do with `remaining_seconds` left; a Trial counts as running from here on."""
-        self._unaffordable.clear()
-        self._seconds_left = remaining_seconds
-        if self._baseline in self._running:
-            return Wait(f"{self._candidates[self._baseline].id} comes first: every other is compared with it")
-        answer = self._ask_first() or self._ask_search()
-        if isinstance(answer, Finished) and not self._running:
-            return self._ask_verification(answer)
-        if isinstance(answer, Finished):
-            names = ", ".join(trial.candidate.id for trial in self._running.values())
-            return Wait(f"what is next depends on {names}")
-        return answer
+    def ask(self, remaining_seconds: float, device: str | None = None) -> Trial | Wait | Finished:
+        """What to do with `remaining_seconds` left; a Trial counts as running from here on.
+
+        `device` (by `noise.device_name`) is the one whose trial has just ended, where that is known.
+        """
+        self._admission = self._admit(remaining_seconds)
+        if self._baseline in self._searching():
+            comes_first = f"{self._candidates[self._baseline].id} comes first: every other is compared with it"
+            return self._ask_control(device) or Wait(comes_first)
+        answer = self._ask_first(device) or self._ask_search(device)
+        if isinstance(answer, Finished) and self._running:
+            return Wait(f"what is next depends on {', '.join(self._running)}")
+        return self._ask_verification(answer) if isinstance(answer, Finished) else answer
 
     def tell(self, record: TrialRecord) -> None:
         """Take the record of a running trial."""
-        trial = self._running.pop(record.execution_identity, None)
+        trial = self._running.pop(record.candidate, None)
         assert trial is not None, f"{record.candidate} ({record.execution_identity}) was told but is not running"
         if trial.stage == "verification":
             assert self.verification is not None
@@ -106,16 +113,20 @@ class Study:
             self.verification.tell(record)
         else:
             self._learn(record)
-            self._results[record.execution_identity] = record
+            kept = self._results if settles(record, self._cost.records) else self._lapsed
+            if trial.stage != "control":
+                kept[record.execution_identity] = record
 
     def incumbent(self) -> TrialRecord | None:
-        """The fastest complete record so far, noise not considered."""
-        return fastest(self._results.values())
+        """The fastest complete record so far, devices considered and noise not."""
+        return self._compared.incumbent()
 
     def selection(self) -> Selection | None:
         """The verdict so far: verification's where it has one, else the search's; None while nothing is complete."""
-        verified = self.verified()
-        return self._choice() if verified is None else Selection(verified.selected, verified.ties, verified.reason)
+        verified, found = self.verified(), self._choice()
+        if verified is not None:
+            found = Selection(verified.selected, verified.ties, verified.reason)
+        return self._compared.as_measured(found) if found else None
 
     def verified(self) -> Verified | None:
         """What pairs of fresh processes say, which the search's own figures cannot; None while they say nothing."""
@@ -125,69 +136,62 @@ class Study:
         """The search's."""
         if self._selected is None:
             outlook = Outlook(self.space, self.objective, self._cost, self._priors)
-            known, starts = self._results.values(), self._cost.starts
-            self._selected = (select(known, self._baseline, self.objective, starts, outlook.expected_rate),)
+            self._selected = (self._compared.choose(self._cost.starts, outlook.expected_rate),)
         return self._selected[0]
+
+    def versus_baseline(self, record: TrialRecord | None) -> float | None:
+        """The record's throughput over the baseline's, their devices' speeds taken out; None without either."""
+        return self._compared.versus_baseline(record)
 
     def winners(self) -> list[Winner]:
         """For 10 M to 10 B targets the record whose planned trainings take least."""
-        return winners(self._results.values(), self._cost.starts, self.objective.runs)
+        return self._compared.winners(self._cost.starts)
 
     def account(self) -> Account | None:
         """What was spent and what it saves; None before there is a verdict, and where the objective has no seconds."""
-        selection, baseline = self.selection(), self._results.get(self._baseline)
-        if selection is None or baseline is None:
-            return None
-        return account(
-            [*self._cost.records, *self.measured_again], baseline, selection.record, self.objective, self._cost.starts
-        )
+        spent, selection = [*self._cost.records, *self.measured_again], self.selection()
+        return self._compared.account(spent, selection.record, self._cost.starts) if selection else None
 
     def candidates(self) -> list[CandidateStatus]:
         """Every candidate the study knows by now, in the order of their numbers; last, what did not fit the budget."""
-        statuses = [self._status(candidate) for candidate in self._candidates.in_order()]
-        for record in self.measured_again:
-            candidate = again(self._candidates[record.execution_identity], record.candidate)
-            statuses.append(finished_status(candidate, record))
-        statuses += [running_status(trial) for trial in self._running.values() if trial.stage == "verification"]
-        number = self._candidates.free_number()
-        for name, (execution, prediction) in self._unaffordable.items():
-            if name not in self._candidates:
-                reason = f"not started: it needs {self._need(name, prediction)}"
-                candidate = make_candidate(number, execution)
-                statuses.append(CandidateStatus(candidate, State.NOT_STARTED, reason=reason, prediction=prediction))
-                number += 1
-        return statuses
+        standing = self._standing()
+        again = [*self.controls.records, *self.measured_again]
+        return [
+            *(standing.of(candidate) for candidate in self._candidates.in_order()),
+            *(finished_again(self._candidates[record.execution_identity], record) for record in again),
+            *(running_status(trial) for trial in self._running.values() if trial.stage in AGAIN),
+            *standing.left_out(self._candidates),
+        ]
 
     def baseline(self) -> CandidateStatus:
         """The candidate every other is compared with."""
-        return self._status(self._candidates[self._baseline])
+        return self._standing().of(self._candidates[self._baseline])
 
     def eager_row(self) -> CandidateStatus:
         """The eager candidate at the baseline's micro-batch, which every report shows; the baseline itself on a CPU."""
-        return self._status(self._candidates[self._eager])
+        return self._standing().of(self._candidates[self._eager])
 
     # What comes next
 
-    def _ask_first(self) -> Trial | Finished | None:
+    def _ask_first(self, device: str | None) -> Trial | Finished | None:
         """The baseline, and the eager row; None when they are settled, or the eager row does not fit."""
         if self._baseline not in self._results:
             # Without the baseline there is no answer at all, so it may take the chance.
             prediction = self._cost.predict(self.space.baseline)
-            if prediction.expected_seconds <= self._seconds_left:
-                return self._start(self.space.baseline, "baseline", prediction)
-            self._unaffordable[self._baseline] = self.space.baseline, prediction
-            need = self._need(self._baseline, prediction)
-            return Finished(f"budget: the baseline needs {need}", budget_exhausted=True)
-        if self._eager not in self._results and self._eager not in self._running:
+            if prediction.expected_seconds <= self._admission.seconds_left:
+                return self._run(Trial(self._candidates[self._baseline], "baseline", prediction))
+            self._admission.left_out[self._baseline] = self.space.baseline, prediction
+            return Finished(f"budget: the baseline needs {self._admission.least()}", budget_exhausted=True)
+        if self._eager not in self._results and self._eager not in self._searching():
             execution = self._candidates[self._eager].execution
             if out_of_memory(execution, self._results.values()) is None:
                 prediction = self._cost.predict(execution)
-                if self._affordable(execution, prediction):
-                    return self._start(execution, "eager", prediction)
-                self._unaffordable[self._eager] = execution, prediction
+                if self._admission.fits(execution, prediction):
+                    return self._start(execution, "eager", prediction, device)
+                self._admission.left_out[self._eager] = execution, prediction
         return None
 
-    def _ask_search(self) -> Trial | Finished:
+    def _ask_search(self, device: str | None) -> Trial | Finished:
         """What promises most for its seconds among all that fits and pays."""
         if hopeless(self._results.values()):
             return Finished(f"none of {len(self._results)} candidates ran", budget_exhausted=False)
@@ -198,11 +202,14 @@ class Study:
             return self._finished("space exhausted")
         found = outlook.prospects(open_, self.verifier)
         paying = [prospect for prospect in found if prospect.pays(self.objective)]
-        for prospect in paying:
-            if self._affordable(prospect.execution, prospect.prediction):
-                return self._start(prospect.execution, "search", prospect.prediction)
+        choice = self._choice()
+        # While there is nothing to verify, a choice that cannot be verified is better than none.
+        hopes = (True, False) if choice and choice.record.execution == self.space.baseline else (True,)
+        for verified, prospect in itertools.product(hopes, paying):
+            if self._admission.fits(prospect.execution, prospect.prediction, verified):
+                return self._start(prospect.execution, "search", prospect.prediction, device)
         for prospect in paying[:_FEW]:
-            self._unaffordable[prospect.identity] = prospect.execution, prospect.prediction
+            self._admission.left_out[prospect.identity] = prospect.execution, prospect.prediction
         if self.objective.kind == "throughput":
             return self._finished("nothing left is expected to be faster")
         return self._finished("nothing left is expected to save more than it takes to measure")
@@ -213,88 +220,80 @@ class Study:
         if self.verifier is None or selection is None or baseline is None:
             return end
         if self.verification is None:
-            self.verification = self.verifier.begin(selection, baseline, self.measured_again, self._cost)
-        asked = self.verification.ask(self._seconds_left)
+            level = replace(self._cost, records=tuple(self.controls.levelled(self._cost.records)))
+            self.verification = self.verifier.begin(selection, baseline, self.measured_again, level)
+        asked = self.verification.ask(self._admission.seconds_left)
         if isinstance(asked, Finished):
             return replace(end, reason=f"{end.reason}; {asked.reason}") if asked.budget_exhausted else end
         name = asked.record.execution_identity
         cost = replace(self._cost, protocol=asked.protocol or self.protocol)
         prediction = cost.predict(asked.record.execution, warm=True)
         candidate = again(self._candidates[name], asked.name)
-        self._running[name] = Trial(candidate, "verification", prediction, asked.protocol, asked.device, asked.round)
-        return self._running[name]
+        return self._run(Trial(candidate, "verification", prediction, asked.protocol, asked.device, asked.round))
+
+    def _ask_control(self, device: str | None) -> Trial | None:
+        """The baseline as a control, where a device has not measured it yet, or `device` not for long."""
+        baseline = self._candidates[self._baseline]
+        trial = self.controls.ask(device, baseline, self.protocol, self._cost, self._admission, self._running.values())
+        return self._run(trial) if trial else None
 
     def _open(self, outlook: Outlook) -> dict[str, dict[str, Any]]:
         """Executions that may be measured, by identity."""
-        anchors = [record.execution for record in ranked(self._results.values())[:_FEW]]
+        anchors = [record.execution for record in ranked(self._compared.levelled())[:_FEW]]
         reach = self._pool.around([*anchors, self.space.baseline], outlook.expected_rates, outlook.host_bound)
         failed = [record for record in self._results.values() if record.fate == Fate.OUT_OF_MEMORY]
+        running = self._searching()
         return {
             name: execution
             for name, execution in reach.items()
-            if name not in self._results and name not in self._running and out_of_memory(execution, failed) is None
+            if name not in self._results and name not in running and out_of_memory(execution, failed) is None
         }
 
-    def _affordable(self, execution: dict[str, Any], prediction: Prediction) -> bool:
-        return prediction.upper_seconds + self._reserve(execution) <= self._seconds_left
+    def _admit(self, seconds_left: float) -> Admission:
+        return Admission(seconds_left, self._reserve, self.space.baseline)
 
-    def _reserve(self, execution: dict[str, Any]) -> float:
+    def _reserve(self, execution: Mapping[str, Any]) -> float:
         """Seconds to keep for verification, should this execution or the present choice win."""
         selection = self._choice()
         finalists = [execution, *([selection.record.execution] if selection else [])]
         return reserved_seconds(self.verifier, self._cost, finalists, self.space.baseline)
 
-    def _start(self, execution: dict[str, Any], stage: str, prediction: Prediction) -> Trial:
-        candidate = self._candidates.register(execution)
-        trial = Trial(candidate, stage, prediction)
-        self._running[candidate.execution_identity] = trial
-        return trial
+    def _start(self, execution: dict[str, Any], stage: str, prediction: Prediction, device: str | None) -> Trial:
+        """The trial, unless its device has to measure the control first."""
+        return self._ask_control(device) or self._run(Trial(self._candidates.register(execution), stage, prediction))
+
+    def _run(self, trial: Trial) -> Trial:
+        return self._running.setdefault(trial.candidate.id, trial)
 
     # What is known
 
     def _resume(self, record: TrialRecord) -> None:
         name = record.execution_identity
-        if record.purpose == "verification":
+        if record.purpose in ("verification", "repeat"):
             self.measured_again.append(record)
             return
-        self._candidates.keep(record.candidate, record.execution, name)
         self._learn(record)
-        if record.fate not in MEASURED_AGAIN:
-            self._results[name] = record
+        if record.purpose == "control":
+            return
+        self._candidates.keep(record.candidate, record.execution, name)
+        (self._lapsed if record.fate in MEASURED_AGAIN else self._results)[name] = record
 
     def _learn(self, record: TrialRecord) -> None:
+        self.controls.hear(record)
         self._cost = replace(self._cost, records=(*self._cost.records, record))
         self._selected = self.verification = None
 
-    def _status(self, candidate: Candidate) -> CandidateStatus:
-        name = candidate.execution_identity
-        if record := self._results.get(name):
-            return finished_status(candidate, record)
-        trial = self._running.get(name)
-        if trial is not None:
-            return running_status(trial)
-        prediction = self._cost.predict(candidate.execution)
-        if failed := out_of_memory(candidate.execution, self._results.values()):
-            return CandidateStatus(candidate, State.SKIPPED, reason=f"skipped: {failed.candidate} ran out of memory")
-        if name in self._unaffordable:
-            reason = f"not started: it needs {self._need(name, prediction)}"
-            return CandidateStatus(candidate, State.NOT_STARTED, reason=reason, prediction=prediction)
-        if self._baseline in self._unaffordable:
-            reason = "not started: the baseline comes first, and did not fit"
-            return CandidateStatus(candidate, State.NOT_STARTED, reason=reason, prediction=prediction)
-        return CandidateStatus(candidate, State.PENDING, prediction=prediction)
+    def _searching(self) -> dict[str, Trial]:
+        """The search's running trials by execution identity; neither controls nor verification's."""
+        running = self._running.values()
+        return {trial.candidate.execution_identity: trial for trial in running if trial.stage not in AGAIN}
+
+    def _standing(self) -> Standing:
+        searching, predict = self._searching(), self._cost.predict
+        return Standing(self._results, self._lapsed, searching, self._admission, self._baseline, predict)
 
     def _finished(self, why: str) -> Finished:
-        if self._unaffordable:
-            name, (_, least) = min(self._unaffordable.items(), key=lambda item: item[1][1].upper_seconds)
-            why = f"budget: the next candidate needs {self._need(name, least)}"
+        left_out = bool(self._admission.left_out)
+        why = f"budget: the next candidate needs {self._admission.least()}" if left_out else why
         spent = self.account()
-        return Finished(f"{why}; {spent}" if spent else why, budget_exhausted=bool(self._unaffordable))
-
-    def _need(self, name: str, prediction: Prediction) -> str:
-        left = max(0, math.floor(self._seconds_left))
-        if name == self._baseline:
-            return f"about {math.ceil(prediction.expected_seconds)} s and {left} s are left"
-        reserve = math.ceil(self._reserve(self.space.baseline))
-        kept = f", {reserve} s of them for verification" if reserve else ""
-        return f"up to {math.ceil(prediction.upper_seconds)} s and {left} s are left{kept}"
+        return Finished(f"{why}; {spent}" if spent else why, budget_exhausted=left_out)

@@ -19,6 +19,10 @@ ones on an H200 by 20% (18.8 to 22.6 s in one study)."""
 MEMORY_NOISE_SHARE = 0.05
 """Memory this close counts as equal: a few percent are a matter of the allocator's rounding."""
 
+FREE_MEMORY_SHARE = 0.03
+"""Of a device's memory: a trial of a minute that leaves less free may be a training of hours that runs out of it, as
+the allocator's fragments add up."""
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -37,15 +41,17 @@ def select(
     objective: Objective = THROUGHPUT,
     starts: StartsOf | None = None,
     expected: Callable[[TrialRecord], float] | None = None,
+    doubt: Callable[[TrialRecord, TrialRecord], float] | None = None,
 ) -> Selection | None:
     """The verdict among complete records: the best by `objective`, or one of those within its noise.
 
     Records are a tie with the best when they differ from it by no more than the larger of the two half-ranges of
-    windows. Of a tie the smallest start plus compilation wins, of equal starts the smallest memory, of equal memory
-    the baseline (its execution identity), which there is no reason to leave, else the highest `expected` throughput,
-    which other records have a say in and luck has less, or without that the best measured. Nothing that measured worse
-    than the baseline is taken: on a noisy machine a tie is wide. `starts`, like `CostModel.starts`, is needed where the
-    objective counts seconds.
+    windows and, where their devices differ, the `doubt` about the ratio of these. Of a tie those that leave memory
+    free go before those that do not; then the smallest start plus compilation wins, of equal starts the smallest
+    memory, of equal memory the baseline (its execution identity), which there is no reason to leave, else the highest
+    `expected` throughput, which other records have a say in and luck has less, or without that the best measured.
+    Nothing that measured worse than the baseline is taken: on a noisy machine a tie is wide. `starts`, like
+    `CostModel.starts`, is needed where the objective counts seconds.
     """
     records = list(records)
     order = ranked(records)
@@ -54,7 +60,12 @@ def select(
     values = {id(record): _value(record, objective, starts) for record in order}
     order.sort(key=lambda record: values[id(record)])
     top = order[0]
-    tied = [record for record in order if values[id(record)] - values[id(top)] <= _noise(top, record, objective)]
+
+    def is_tied(record: TrialRecord) -> bool:
+        between = doubt(top, record) if doubt else 0.0
+        return values[id(record)] - values[id(top)] <= _noise(top, record, objective, between)
+
+    tied = [record for record in order if is_tied(record)]
     most = min((values[id(record)] for record in order if record.execution_identity == baseline), default=math.inf)
     worthy = [record for record in tied if values[id(record)] <= most]
     chosen, quick, small = break_tie(worthy, records, baseline, expected)
@@ -68,6 +79,8 @@ def _why(chosen: TrialRecord, top: TrialRecord, sieves: tuple[list[TrialRecord],
     tied, quick, small = sieves
     if chosen is top and len(small) == len(tied):
         return "the fastest of them"
+    if fills_memory(top) and not fills_memory(chosen):
+        return f"{top.candidate} {FULL}"
     if len(small) > 1 and chosen.execution_identity == baseline:
         return "the baseline, and nothing is shown to be faster"
     if chosen is small[0] and len(small) > 1:
@@ -85,10 +98,11 @@ def break_tie(
 ) -> tuple[TrialRecord, list[TrialRecord], list[TrialRecord]]:
     """Which of `tied` (the preferred first) to use, those that start as soon as any, and of these the small ones.
 
-    Starts are those that all `records` of the study show; of several that are left after both rules the one for which
-    `expected` gives most.
+    Those that fill the device's memory are left out, unless all do. Starts are those that all `records` of the study
+    show; of several that are left after all rules the one for which `expected` gives most.
     """
     starts = start_seconds(records)
+    tied = [record for record in tied if not fills_memory(record)] or tied
     soonest = min(starts[record.execution_identity] for record in tied)
     limit = soonest * (1 + START_NOISE_SHARE) + START_NOISE_SECONDS
     quick = [record for record in tied if starts[record.execution_identity] <= limit]
@@ -117,6 +131,16 @@ def start_seconds(records: Iterable[TrialRecord]) -> dict[str, float]:
     }
 
 
+FULL = f"leaves less than {FREE_MEMORY_SHARE:.0%} of the memory free, which a long run may need"
+
+
+def fills_memory(record: TrialRecord) -> bool:
+    """Whether the record's peak came close to the device's end; False where that is not known."""
+    memory = record.memory
+    peak = max(memory.peak_reserved_bytes or 0, memory.used_bytes or 0)
+    return memory.total_bytes is not None and peak > (1 - FREE_MEMORY_SHARE) * memory.total_bytes
+
+
 def memory_bytes(record: TrialRecord) -> float:
     """Peak memory; what the allocator reserved rather than allocated, which leaves out the pools of CUDA graphs."""
     memory = record.memory
@@ -131,8 +155,8 @@ def _value(record: TrialRecord, objective: Objective, starts: StartsOf | None) -
     return objective.value(starts(record.execution), _rate(record))
 
 
-def _noise(one: TrialRecord, other: TrialRecord, objective: Objective) -> float:
-    return max(objective.noise(_rate(record), noise_share(record)) for record in (one, other))
+def _noise(one: TrialRecord, other: TrialRecord, objective: Objective, doubt: float) -> float:
+    return max(objective.noise(_rate(record), math.hypot(noise_share(record), doubt)) for record in (one, other))
 
 
 def _rate(record: TrialRecord) -> float:
@@ -152,10 +176,11 @@ def _reason(
     chosen: TrialRecord, top: TrialRecord, others: tuple[TrialRecord, ...], why: str, objective: Objective
 ) -> str:
     best = "fastest" if objective.kind == "throughput" else f"soonest done with {_planned(objective)}"
+    full = f"; it {FULL}" if fills_memory(chosen) else ""
     if not others:
-        return f"{best} with {_rate(chosen):,.0f} targets/s, {why}"
+        return f"{best} with {_rate(chosen):,.0f} targets/s, {why}{full}"
     names = ", ".join(record.candidate for record in others)
-    return f"within the noise of {names} (highest {_rate(top):,.0f} targets/s); {why}"
+    return f"within the noise of {names} (highest {_rate(top):,.0f} targets/s); {why}{full}"
 
 
 def _planned(objective: Objective) -> str:

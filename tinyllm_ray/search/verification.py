@@ -3,7 +3,8 @@
 Every round runs the baseline and the finalists once each, forwards or backwards by the Thue-Morse sequence (A B, B A,
 B A, A B, ...), so that a drift, linear or curved, cancels over the rounds. After three rounds the winner and the
 baseline run under a minute's load, and while a comparison is open more rounds follow, as far as time goes. What the
-study reports comes from here alone: the search's own figures chose the winner, and favour it.
+study reports comes from here alone: the search's own figures chose the winner, and favour it. Fewer than three pairs
+say nothing, so three short rounds go before a long one, and where there is no time for these none is begun.
 """
 
 import math
@@ -17,7 +18,7 @@ from tinyllm_ray.search.finalists import SUSTAINED_SECONDS, Predict, first_compl
 from tinyllm_ray.search.noise import Spread, device_name
 from tinyllm_ray.search.pairs import CAUTIOUS_SPREAD, LEAST_PAIRS, MOST_PAIRS, Pair, expected_gain
 from tinyllm_ray.search.rates import rate
-from tinyllm_ray.search.rounds import Round, noise_of, side_of, whole_rounds
+from tinyllm_ray.search.rounds import Round, home_of, noise_of, shortest, side_of, whole_rounds
 from tinyllm_ray.search.verified import Evidence, Verified, conclude
 
 WINDOW_SHARE = 0.7
@@ -68,12 +69,14 @@ class Verification:
         protocol: Protocol | None = None,
         spread: Spread = CAUTIOUS_SPREAD,
         at_stake_seconds: float = math.inf,
+        expect: Predict | None = None,
     ) -> None:
         """`records` are the study's; `baseline` and `finalists` (the preferred first) name executions among them.
 
         `protocol` is the reference's unless given, and `spread` what is known of the device (`noise.spread_of` with
         the cautious one as its prior). Rounds that earlier records of a verification make up whole count on.
-        `at_stake_seconds` is what all planned trainings take: what a wrong choice costs is a share of it.
+        `at_stake_seconds` is what all planned trainings take: what a wrong choice costs is a share of it. `predict`
+        says what a process hardly ever exceeds, `expect` what it is expected to take.
         """
         records = list(records)
         self.records = [record for record in records if record.purpose != "verification"]
@@ -81,7 +84,7 @@ class Verification:
         self.baseline = baseline
         self.finalists = [name for name in finalists if name != baseline and name in known]
         self._known = {name: known[name] for name in [baseline, *self.finalists] if name in known}
-        self._predict = predict
+        self._predict, self._expect = predict, expect or predict
         self._protocol = protocol or Protocol()
         self.spread = spread
         self._at_stake_seconds = at_stake_seconds
@@ -90,7 +93,9 @@ class Verification:
         self.withdrawn: dict[str, str] = {}
         """Finalists that are out, by execution identity, and why."""
         self._failures: dict[str, int] = {}
-        self._device: str | None = None
+        self._device = home_of(self.records, [*self.finalists, baseline])
+        """Where all of it runs; None until the first process has, where there is one device only."""
+        self._several = self._device is not None
         self._running: Run | None = None
         self._noise = {name: noise_of(record) for name, record in self._known.items()}
         """By execution identity, of each of its processes: the windows' error, and their seconds in all."""
@@ -128,6 +133,10 @@ class Verification:
         self._spent_seconds += record.seconds.total or 0.0
         name, device = run.candidate.execution_identity, device_name(record)
         problem = None
+        if record.fate == Fate.LOST and self._several:
+            # The device may be gone: the round begins anew, on whichever there is.
+            self._device = None
+            self._rounds.pop()
         if record.fate != Fate.COMPLETE or rate(record) is None:
             problem = record.reason or record.fate.value
         elif self._device not in (None, device):
@@ -156,7 +165,7 @@ class Verification:
         return sides[-1].targets_per_second if sides else None
 
     def outcome(self) -> Verified | None:
-        """The verdict so far; None before the baseline and a finalist have both been measured in a round."""
+        """The verdict so far; None before the baseline and a finalist make three pairs."""
         return conclude(
             Evidence(
                 baseline=self.baseline,
@@ -199,11 +208,17 @@ class Verification:
         if len(members) < 2:
             return Done("no finalist is left")
         load = self._round_seconds(members[:2], self._under_load(SUSTAINED_SECONDS))
-        for rounds, seconds in ((left, remaining - load), (left, remaining), (1, remaining)):
-            protocol = self._fitting(members, rounds, seconds)
+        for seconds in (remaining - load, remaining):
+            protocol = self._fitting(members, left, seconds)
             if protocol is not None:
                 return self._round(members, protocol)
-        return self._too_long(members)
+        # All as expected but for the last, which has to be started: by what none exceeds few small budgets would do.
+        short = shortest(self._protocol)
+        expected = [self._expect(self._known[name].execution, short) for name in members]
+        needed = left * sum(expected) + max(self._seconds(name, short) for name in members) - min(expected)
+        if needed <= remaining:
+            return self._round(members, short)
+        return Done(f"budget: {LEAST_PAIRS} pairs of processes need up to {needed:.0f} s", True)
 
     def _later_round(self, open_ones: Sequence[str], selected: str, remaining: float) -> Round | Done:
         """One more for comparisons that are open, while what is `selected` so far may cost more than that."""

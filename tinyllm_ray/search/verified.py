@@ -6,8 +6,8 @@ from statistics import fmean
 
 from tinyllm_ray.records import TrialRecord
 from tinyllm_ray.search.noise import Spread
-from tinyllm_ray.search.pairs import Pair, Verdict, disagrees, judge
-from tinyllm_ray.search.verdict import break_tie
+from tinyllm_ray.search.pairs import LEAST_PAIRS, Pair, Verdict, disagrees, judge
+from tinyllm_ray.search.verdict import FULL, break_tie, fills_memory
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Evidence:
 
 
 def conclude(evidence: Evidence) -> Verified | None:
-    """The verdict so far; None before the baseline and a finalist have both been measured in a round."""
+    """The verdict so far; None before the baseline and a finalist make three pairs, as fewer say nothing."""
     baseline = evidence.baseline
     pairs = {name: evidence.pairs(name, baseline) for name in evidence.members if name != baseline}
-    pairs = {name: found for name, found in pairs.items() if found}
+    pairs = {name: found for name, found in pairs.items() if len(found) >= LEAST_PAIRS}
     if not pairs:
         return None
     comparisons, spread = evidence.comparisons, evidence.spread
@@ -66,10 +66,13 @@ def conclude(evidence: Evidence) -> Verified | None:
     beside = {name: judge(found, spread, comparisons) for name in order[1:] if (found := evidence.pairs(top, name))}
     tied = [name for name in order if name not in beside or beside[name].outcome != "faster"]
     # On a noisy device a tie is wide; nothing that is likely to be slower than the baseline is taken for its start.
-    worthy = [name for name in tied if name == baseline or verdicts[name].high >= 1]
+    # A baseline that fails later on, and is no member any more, is still what the others were compared with.
+    worthy = [name for name in tied if name in evidence.members and (name == baseline or verdicts[name].high >= 1)]
+    if not worthy:
+        return None
     chosen, _, _ = break_tie([evidence.members[name] for name in worthy], evidence.records, baseline)
     selected = chosen.execution_identity
-    ties = tuple(evidence.members[name] for name in tied if name != selected)
+    ties = tuple(evidence.members[name] for name in tied if name in evidence.members and name != selected)
     # The pair under load does not judge itself.
     load = [pair for pair in pairs.get(selected, []) if pair.sustained][-1:]
     short = [pair for pair in pairs.get(selected, []) if not pair.sustained]
@@ -102,6 +105,9 @@ def _reason(chosen: TrialRecord, speedup: Verdict | None, ties: Sequence[TrialRe
         if not speedup.differs:
             lead += ", a difference inside the noise"
     under_load = f", {load[0].candidate.targets_per_second:,.0f} targets/s under load" if load else ""
-    names = ", ".join(record.candidate for record in ties)
-    tie = f"; a tie with {names}, which start no sooner and need no less memory" if ties else ""
-    return f"{chosen.candidate}: {lead}{under_load}{tie}"
+    names = ", ".join(record.candidate for record in ties if fills_memory(chosen) or not fills_memory(record))
+    tie = f"; a tie with {names}, which start no sooner and need no less memory" if names else ""
+    full = [record.candidate for record in ties if not fills_memory(chosen) and fills_memory(record)]
+    tie += "".join(f"; a tie with {name}, which {FULL}" for name in full)
+    own = f"; it {FULL}" if fills_memory(chosen) else ""
+    return f"{chosen.candidate}: {lead}{under_load}{tie}{own}"

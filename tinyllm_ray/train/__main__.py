@@ -1,6 +1,7 @@
 """Train a recipe from start to end: `python -m tinyllm_ray.train --config nano --out runs/first`."""
 
 import argparse
+import logging
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +31,10 @@ examples:
   python -m tinyllm_ray.train --config nano --out runs/first
       two CPU cores train the smallest preset in minutes
   python -m tinyllm_ray.train --config OUT/selected.yaml --out runs/tuned
-      the recipe under the execution that the tuner selected
+      the recipe under the execution that the tuner selected, started with what the study compiled; kernels, throughput
+      and seconds are compared with what it promised, and result.json has both
+  python -m tinyllm_ray.train --config 50m --decisions studies/all/decisions.yaml --out runs/50m
+      a preset under the execution that was found for its shape on this kind of device
   python -m tinyllm_ray.train --config 20m --set training.max_updates=100 --out runs/short
       a preset with settings changed
   python -m tinyllm_ray.train --config 20m --set output.checkpoint=interval --set output.checkpoint_interval=500 \\
@@ -96,6 +100,12 @@ def build_parser() -> Parser:
         "checkpoint's folder named here. The recipe has to be the same; execution, device and output may differ",
     )
     parser.add_argument(
+        "--decisions",
+        metavar="FILE",
+        help="train under the execution that this decision file of the tuner has for the recipe's shape, this device "
+        "and these versions; says so where it has none, and keeps the configuration's own",
+    )
+    parser.add_argument(
         "--stop-at", type=int, metavar="UPDATE", help="end after this update as a signal would, with exit status 0"
     )
     return parser
@@ -114,17 +124,27 @@ def _run(options: argparse.Namespace, interruption: Interruption, stages: Stages
 
         from tinyllm_ray.data.cache import open_cache
         from tinyllm_ray.data.prepare import default_cache
+        from tinyllm_ray.data.staged import staged_copy
         from tinyllm_ray.train.ahead import import_compiler, warm_device
-        from tinyllm_ray.train.recipe import check_fits, check_validation, describe_equal_runs, describe_passes
+        from tinyllm_ray.train.recipe import (
+            check_checkpoints,
+            check_fits,
+            check_validation,
+            describe_equal_runs,
+            describe_passes,
+        )
         from tinyllm_ray.train.run import Run
         from tinyllm_ray.train.show import progress_line
         from tinyllm_ray.train.trainer import choose_device
 
         os.environ.update(cache_variables(folder.result()))  # read at the first compilation
+        if options.decisions is not None:
+            config = _decided(config, options)
         stages.end("imports")
-        cache = open_cache(config.data.cache or default_cache())
+        cache = staged_copy(open_cache(config.data.cache or default_cache()))
         check_fits(config, cache)
         check_validation(config, cache)
+        check_checkpoints(config)
         device = choose_device(config)
         if _is_complete(options, config, cache):
             return EXIT_DONE
@@ -133,6 +153,7 @@ def _run(options: argparse.Namespace, interruption: Interruption, stages: Stages
         stages.end("cache_checks")
         warm = helpers.submit(warm_device, config, device)
         import_compiler(config)
+        _use_compiled(config, Path(folder.result()))
         warm.result()
         stages.end("compiler_and_device")
     for line in (describe_passes(config, cache), describe_equal_runs(config)):
@@ -182,6 +203,10 @@ def _is_complete(options: argparse.Namespace, config: "Config", cache: "TokenCac
 
 def _take_folder(options: argparse.Namespace, checkpoint: "Checkpoint | None") -> None:
     prepare_folder(options.out, options.resume is not None)
+    if checkpoint is not None:
+        say(f"goes on from {checkpoint.path}", sys.stderr)
+    elif options.resume is not None:
+        say(f"{options.out} holds no checkpoint yet: the run begins from the start", sys.stderr)
     begin_log(options.out)
     if checkpoint is not None:
         bring_curves(checkpoint.path, options.out)
@@ -198,11 +223,34 @@ def _configuration(options: argparse.Namespace) -> "Config":
         if options.resume is None or not source.exists():
             raise ConfigError("--config is missing: a preset's name or a YAML file; see --help for examples")
     config = load(source, options.set)
-    if config.data.cache is None:
-        return config
-    # As given it would mean another folder where the run is gone on with from elsewhere.
-    absolute = {"cache": str(Path(config.data.cache).absolute())}
-    return config.model_copy(update={"data": config.data.model_copy(update=absolute)})
+    # As given they would mean other folders where the run is gone on with from elsewhere.
+    if config.tuned is not None:
+        promise = config.tuned.naming(lambda name: str(Path(source).absolute().parent / name))
+        config = config.model_copy(update={"tuned": promise})
+    if config.data.cache is not None:
+        absolute = {"cache": str(Path(config.data.cache).absolute())}
+        config = config.model_copy(update={"data": config.data.model_copy(update=absolute)})
+    return config
+
+
+def _use_compiled(config: "Config", folder: Path) -> None:
+    """Start with what the study compiled, where the configuration is still the one it was compiled for."""
+    promise = config.tuned
+    if promise is None or promise.compiled is None or promise.workload != config.workload_identity:
+        return
+    from tinyllm_ray.measure.environment import source_identity
+    from tinyllm_ray.train.compile_artifact import use_compiled
+
+    line = use_compiled(promise.compiled, folder, source_identity().sha256)
+    logging.getLogger(__name__).info("%s", line)
+    say(line, sys.stderr)
+
+
+def _decided(config: "Config", options: argparse.Namespace) -> "Config":
+    """Under the execution that the decision file has for it on this device."""
+    from tinyllm_ray.tune.decided import follow_decision
+
+    return follow_decision(config, options.decisions, options.set, lambda line: say(line, sys.stderr))
 
 
 def _checkpoint(options: argparse.Namespace, config: "Config", cache: "TokenCache") -> "Checkpoint | None":
@@ -224,10 +272,8 @@ def _checkpoint(options: argparse.Namespace, config: "Config", cache: "TokenCach
     if checkpoint is None:
         if has_begun(options.out):
             refuse_other_run(options.out, config, cache.identity)
-        say(f"{options.out} holds no checkpoint yet: the run begins from the start", sys.stderr)
         return None
     refuse_other_recipe(checkpoint, config, cache.identity)
-    say(f"goes on from {checkpoint.path}", sys.stderr)
     return checkpoint
 
 

@@ -37,6 +37,12 @@ def cache_variables(folder: str) -> dict[str, str]:
     } | bytecode_variables()
 
 
+def given_folder() -> str | None:
+    """The folder that `cache_variables` gave this process; None where nobody gave it one."""
+    folder, name = os.path.split(os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""))
+    return folder if name == "inductor" else None
+
+
 def bytecode_variables() -> dict[str, str]:
     """Environment variables that have Python keep its bytecode beside the machines' folders; empty where torch has it.
 

@@ -20,7 +20,13 @@ from tinyllm_ray.clock import Clock, Deadline
 from tinyllm_ray.records import Fate, TrialRecord
 from tinyllm_ray.train.compile_cache import cache_variables
 from tinyllm_ray.train.outcome import RunningCandidate, build_record, judge
-from tinyllm_ray.train.starter import end_group
+from tinyllm_ray.train.starter import end_group, open_log
+
+COMPILED = "compiled"
+"""Ending of the file, beside a candidate's log, that keeps what it compiled."""
+
+COMPILED = "compiled"
+"""Ending of the file, beside a candidate's log, that keeps what it compiled."""
 
 _SECONDS_TO_END = 5.0
 """How long a killed candidate may take to be reaped before its starter is given up."""
@@ -70,9 +76,10 @@ class Launcher:
         assert self._starter.stdin is not None
         deadline = Deadline.after(request["limit_seconds"], self._clock)
         self._candidate = RunningCandidate(request, deadline, self._clock(), time.time())
-        log = self._logs / f"{request['candidate']}.log"
+        log, compiled = (str(self._logs / f"{request['candidate']}.{kind}") for kind in ("log", COMPILED))
+        asked = {**request, "log": log, "compiled": compiled}
         try:
-            self._starter.stdin.write((json.dumps({**request, "log": str(log)}) + "\n").encode())
+            self._starter.stdin.write((json.dumps(asked) + "\n").encode())
             self._starter.stdin.flush()
         except BrokenPipeError:
             # Its end shows in `step` as the end of the events.
@@ -89,7 +96,7 @@ class Launcher:
         if event["event"] == "starter_ended":
             # The candidate goes with its starter; what it started itself is in its process group.
             end_group(candidate.pid or 0)
-            self._stop_starter()
+            event |= {"status": self._stop_starter()}
         if event["event"] in {"ended", "starter_ended"}:
             return self._finish(candidate, *judge(candidate, event))
         candidate.hear(event)
@@ -125,8 +132,9 @@ class Launcher:
             # Importing Inductor asks for the devices; through NVML that leaves CUDA usable in forks.
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         }
-        self._logs.mkdir(parents=True, exist_ok=True)
-        with (self._logs / "starter.log").open("ab") as log:
+        with contextlib.suppress(OSError):
+            self._logs.mkdir(exist_ok=True)
+        with open(open_log(self._logs / "starter.log"), "ab") as log:
             self._starter = subprocess.Popen(
                 [sys.executable, "-m", "tinyllm_ray.train.starter", str(events_write)],
                 stdin=subprocess.PIPE,
@@ -139,9 +147,10 @@ class Launcher:
         os.close(events_write)
         self._events_fd, self._buffer = events, b""
 
-    def _stop_starter(self) -> None:
+    def _stop_starter(self) -> int | None:
+        """End the starter; its exit status, None where there was none."""
         if self._starter is None:
-            return
+            return None
         assert self._starter.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # a request that it never read
             self._starter.stdin.close()
@@ -151,7 +160,8 @@ class Launcher:
             self._starter.kill()
             self._starter.wait()
         os.close(self._events_fd)
-        self._starter = None
+        status, self._starter = self._starter.returncode, None
+        return status
 
     def _next_event(self, deadline: Deadline) -> dict[str, Any] | None:
         """The next event, None once `deadline` has passed; `starter_ended` when there will be no more."""

@@ -21,6 +21,8 @@ class RunningCandidate:
     began: float
     timestamp: float
     pid: int | None = None
+    import_seconds: float | None = None
+    """What its starter took to import PyTorch and its compiler; of the starter's first candidate alone."""
     stage: str = "start"
     stage_seconds: dict[str, float] = field(default_factory=dict)
     start_stage_seconds: dict[str, float] = field(default_factory=dict)
@@ -31,6 +33,8 @@ class RunningCandidate:
     def hear(self, event: Mapping[str, Any]) -> None:
         """Take in one event of the candidate's process."""
         match event["event"]:
+            case "ready":
+                self.import_seconds = event["import_seconds"]
             case "forked":
                 self.pid = event["pid"]
             case "stage":
@@ -51,6 +55,9 @@ def judge(candidate: RunningCandidate, event: Mapping[str, Any]) -> tuple[Fate, 
     if candidate.error is not None:
         fate = Fate.OUT_OF_MEMORY if candidate.error["out_of_memory"] else Fate.FAILED
         return fate, candidate.error["reason"]
+    if event.get("status") == -signal.SIGTERM and candidate.result is None:
+        # Nobody here sends it: a job that is preempted, or a node that shuts down. The candidate has no part in that.
+        return Fate.LOST, f"ended by SIGTERM from outside during {candidate.stage}"
     if event["event"] == "starter_ended":
         return Fate.FAILED, "the starter process ended; its log is starter.log"
     if candidate.result is None:
@@ -114,7 +121,11 @@ def build_record(
         memory=Memory.model_validate(result.get("memory", {})),
         kernels=result.get("kernels"),
         proof=result.get("proof"),
-        environment={**environment, "cpu_threads": result.get("threads")},
+        environment={
+            **environment,
+            "cpu_threads": result.get("threads"),
+            "import_seconds": candidate.import_seconds,
+        },
         compile_cache=compile_cache,
         configuration=request["configuration"],
         timestamp=candidate.timestamp,

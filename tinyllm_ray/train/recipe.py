@@ -35,7 +35,13 @@ def updates_after_epoch(config: Config, epoch: int) -> int:
 
 
 def total_updates(config: Config) -> int:
-    """Updates of the whole recipe, `training.max_updates` left aside; at least one."""
+    """Updates of the whole recipe, `training.max_updates` left aside; at least one.
+
+    >>> from tinyllm_ray.config import load
+    >>> from tinyllm_ray.train.recipe import total_updates
+    >>> total_updates(load("nano")), total_updates(load("20m"))
+    (512, 3113)
+    """
     return max(1, _whole_updates(config, config.token_budget))
 
 
@@ -83,6 +89,16 @@ def check_validation(config: Config, cache: TokenCache) -> None:
         raise ConfigError(
             f"data.cache: {cache.folder} holds {cache.tokens('validation')} validation tokens, not a row of "
             f"model.context {config.model.context} + 1; lower model.context or take a larger cache"
+        )
+
+
+def check_checkpoints(config: Config) -> None:
+    """Raises ConfigError where a checkpoint is asked for that the recipe never comes to."""
+    last, asked = total_updates(config), max(config.output.checkpoint_updates or (0,))
+    if asked > last:
+        raise ConfigError(
+            f"output.checkpoint_updates: {asked} is beyond the recipe's last update, {last}; leave it out, or raise "
+            "training.token_budget"
         )
 
 
@@ -146,6 +162,11 @@ def learning_rate(config: Config, update: int) -> float:
     stays at the peak and falls linearly over the last updates (Hu et al., arXiv 2404.06395; linear decay as in Hägele
     et al., arXiv 2405.18392). The last update of the recipe has exactly the final rate, where warm-up leaves it one;
     updates past it keep that.
+
+    >>> from tinyllm_ray.config import load
+    >>> from tinyllm_ray.train.recipe import learning_rate
+    >>> [round(learning_rate(load("nano"), update), 6) for update in (0, 25, 511)]
+    [0.000156, 0.004, 0.0004]
     """
     training, peak = config.training, config.optimizer.peak_learning_rate
     total = total_updates(config)

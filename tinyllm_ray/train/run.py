@@ -6,31 +6,29 @@ update), `evaluations.jsonl`, `best.json` and `checkpoints/` as it goes; `result
 
 import dataclasses
 import logging
-import math
-import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tinyllm_ray.clock import Clock
-from tinyllm_ray.command import say
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.errors import EXIT_DONE, EXIT_NO_RESULT, TinyllmRayError
-from tinyllm_ray.measure.environment import collect_environment
+from tinyllm_ray.measure.environment import collect_environment, devices
 from tinyllm_ray.train.checkpoint import Checkpoint
 from tinyllm_ray.train.diagnosis import explain_fault
+from tinyllm_ray.train.faults import Faults, note_stop
 from tinyllm_ray.train.folder import RESULT, begin_result, left_at_start, lock_folder, writable
 from tinyllm_ray.train.interruption import Interruption
+from tinyllm_ray.train.judged_evaluations import JudgedEvaluations
 from tinyllm_ray.train.packed_optimizer import PackedAdamW
 from tinyllm_ray.train.progress import OnProgress, Progress, Starting
 from tinyllm_ray.train.recipe import epoch_ends, run_updates
 from tinyllm_ray.train.recording import Recording
-from tinyllm_ray.train.result import build_result, describe_validation, failed_result, note_bests
+from tinyllm_ray.train.result import build_result, failed_result
 from tinyllm_ray.train.saving import Saving
 from tinyllm_ray.train.stages import Stages
 from tinyllm_ray.train.state import RunState
@@ -38,6 +36,7 @@ from tinyllm_ray.train.tally import note_distance, tally
 from tinyllm_ray.train.trainer import Trainer
 from tinyllm_ray.train.update import Statistics
 from tinyllm_ray.train.validation import Validation
+from tinyllm_ray.train.watch import Phases, Watch
 
 log = logging.getLogger(__name__)
 
@@ -85,9 +84,8 @@ class Run:
         """Whether result.json is written."""
         self._before = RunState()
         """As the sessions before left it."""
-        self._fault: dict[str, Any] | None = None
-        self._sound = True
-        """Whether the weights are worth keeping: an update that went non-finite did not touch them."""
+        self._faults = Faults()
+        self._proof_seconds = 0.0
 
     def execute(self) -> int:
         """Train, evaluate, write the result. Raises ConfigError where the folder cannot be written, or is in use."""
@@ -113,12 +111,15 @@ class Run:
             if self._checkpoint is not None:
                 self._restore(trainer, self._checkpoint)
             self._validation = Validation(trainer, self._cache, self._interruption, self._on_progress, self._clock)
+            self._evaluations = JudgedEvaluations(self._validation, self._recording, self._faults)
             saved = self._start if self._checkpoint and self._checkpoint.path.is_relative_to(self._out) else -1
             self._saving = Saving(self._out, trainer, self._cache.identity, saved, self._clock)
             self._trainer = trainer
             if (self._out / "best.json").exists():  # of a session whose later part is made again
                 self._recording.write_json("best.json", self._state.best or self._state.bests)
             environment.start()  # nvidia-smi and git take seconds, which the first update hides
+            self._watch = Watch(self._config, devices()[0])
+            self._watch.begin(self._stop - self._start, self._validation.expected_targets)
             if self._start < self._stop:
                 self._update_first(trainer)
             with self._interruption.orderly():
@@ -166,23 +167,43 @@ class Run:
         self._reach(trainer)
         began = self._clock()
         while trainer.updates < self._stop and self._goes_on:
+            if self._watch.proof_due(trainer):
+                self._prove(trainer, began)
+                began = self._clock()
+                continue
             self._pending.append(trainer.step())
-            due = self._evaluation_due(trainer.updates) or self._saving.due(trainer.updates)
-            if due or len(self._pending) >= self._most_pending or trainer.updates == self._stop:
+            if self._is_stop(trainer.updates) or len(self._pending) >= self._most_pending:
                 self._read(trainer, began)
                 self._reach(trainer)
                 began = self._clock()
         if self._pending:
             self._read(trainer, began)
 
+    def _prove(self, trainer: Trainer, began: float) -> None:
+        """Profile the next updates, up to one at which something is due; throughput is that of the others."""
+        if self._pending:
+            self._read(trainer, began)
+            if not self._goes_on:
+                return
+        began, step = self._clock(), trainer.updates
+        most = next(count for count in range(1, self._stop - step + 1) if self._is_stop(step + count))
+        self._pending += self._watch.prove(trainer, most)
+        self._read(trainer, began, counted=False)
+        self._proof_seconds += self._clock() - began
+        self._reach(trainer)
+
+    def _is_stop(self, step: int) -> bool:
+        """Whether what was queued is read back at update `step`, because something is due at it."""
+        return step == self._stop or self._evaluation_due(step) or self._saving.due(step)
+
     @property
     def _goes_on(self) -> bool:
-        return not self._interruption.number and self._fault is None
+        return not self._interruption.number and self._faults.fault is None
 
     def _reach(self, trainer: Trainer) -> None:
         """Whatever is due at the present update."""
         if self._evaluation_due(trainer.updates) and self._goes_on:
-            self._evaluate_subset()
+            self._evaluations.subset(self._state, self._ends.get(trainer.updates, self._state.epochs))
         if self._saving.due(trainer.updates) and self._goes_on:
             self._note_seconds(trainer)
             self._saving.save(self._state)
@@ -199,6 +220,7 @@ class Run:
         if counted:
             state.training_seconds += seconds
             state.training_targets += targets
+            self._watch.note(targets, seconds)
             self._most_pending = max(1, min(_MOST_PENDING_UPDATES, int(_MOST_PENDING_SECONDS * len(values) / seconds)))
         self._note_seconds(trainer)
         before = dict(state.stopped)
@@ -208,10 +230,11 @@ class Run:
             note_distance(state, lines[-1], trainer.consensus_distance())
         self._recording.metrics(lines)
         for model in state.stopped.keys() - before.keys():
-            self._note_stop(int(model), explain_fault(trainer, self._cache, state.stopped[model] - 1, int(model)))
+            where = explain_fault(trainer, self._cache, state.stopped[model] - 1, int(model))
+            note_stop(int(model), state.stopped[model], where)
         if broken is not None:
             where = explain_fault(trainer, self._cache, state.step, broken.models[0])
-            self._fail(state.step + 1, broken.losses, where, broken.grad_norms)
+            self._faults.fail(state.step + 1, broken.losses, where, broken.grad_norms)
             if isinstance(trainer.optimizer, PackedAdamW):
                 trainer.optimizer.go_on(range(len(broken.losses)) if self._config.packing.mixed else broken.models)
         if state.loss is not None:
@@ -225,54 +248,23 @@ class Run:
         state.evaluation_seconds = before.evaluation_seconds + self._validation.seconds
         state.start_seconds = before.start_seconds + self._stages.total
 
-    def _fail(self, update: int, losses: list[float], where: str, grad_norms: Sequence[float] = ()) -> None:
-        """Note what went non-finite, as text, since JSON has no such numbers."""
-        loss, norm = (", ".join(map(str, values)) or None for values in (losses, grad_norms))
-        where = where.removeprefix(f"update {update}: ")
-        log.error("update %d: loss %s, gradient norm %s: %s", update, loss, norm, where)
-        self._fault = {"update": update, "loss": loss, "grad_norm": norm, "where": where}
-
-    def _note_stop(self, model: int, where: str) -> None:
-        line = f"model {model} stopped at update {self._state.stopped[str(model)]}: {where}"
-        log.error(line)
-        say(line, sys.stderr)
-
-    def _evaluate_subset(self) -> None:
-        state = self._state
-        found = self._validation.subset()
-        if found is None:
-            return
-        state.evaluated_step, state.epochs = state.step, self._ends.get(state.step, state.epochs)
-        if not any(math.isfinite(each.loss) for each in found):
-            # An update's own loss is that of the weights before it, so the last update's harm shows only here.
-            self._sound = False
-            where = "the validation subset, with the weights that the update left"
-            self._fail(state.step, [each.loss for each in found], where)
-            return
-        for model, each in enumerate(found):
-            if not math.isfinite(each.loss) and str(model) not in state.stopped:
-                state.stopped[str(model)] = state.step
-                self._note_stop(model, "the validation subset, with the weights that the update left")
-        self._recording.evaluations(state, "subset", found)
-        note_bests(state, [each.loss for each in found])
-        self._recording.write_json("best.json", state.best or state.bests)
-
     def _finish(self, trainer: Trainer) -> int:
         """Save what the policy promises, validate, write the result; the exit status."""
         ended = self._state.step == self._total and self._goes_on
         self._note_seconds(trainer)
-        saved = not self._sound or self._saving.save_last(self._state)
-        validation = self._validate() if ended else None
-        status = "failed" if self._fault else "complete" if validation else "interrupted"
+        saved = not self._evaluations.sound or self._saving.save_last(self._state)
+        validation = self._evaluations.whole(self._state) if ended else None
+        status = "failed" if self._faults.fault else "complete" if validation else "interrupted"
         written = self._recording.close()
         self._note_seconds(trainer)
         result = {
             "status": status,
             "signal": self._interruption.number or None,
-            "fault": self._fault,
+            "fault": self._faults.fault,
             "validation": validation,
             **build_result(trainer, self._cache, self._state),
             "seconds_this_session": self._clock() - self._began,
+            "promise": self._watch.outcome(trainer.updates - self._start, self._validation.targets, self._took()),
             "start_seconds": self._stages.seconds,
             "entry_to_first_update_seconds": self._stages.total if "first_update" in self._stages.seconds else None,
         }
@@ -285,16 +277,16 @@ class Run:
             return self._interruption.exit_status if self._interruption.number else EXIT_DONE
         return EXIT_NO_RESULT if status == "failed" else EXIT_DONE
 
-    def _validate(self) -> dict[str, Any] | None:
-        """The whole validation split; None where a signal ended it, or the loss is not finite."""
-        found = self._validation.whole()
-        if found is None:
-            return None
-        if not any(math.isfinite(each.loss) for each in found):
-            self._fail(self._state.step, [each.loss for each in found], "the validation split")
-            return None
-        self._recording.evaluations(self._state, "validation", found)
-        return describe_validation(found, self._state)
+    def _took(self) -> Phases:
+        """Seconds of this session so far."""
+        state, before = self._state, self._before
+        return Phases(
+            start=self._stages.total,
+            training=state.training_seconds - before.training_seconds + self._proof_seconds,
+            evaluation=self._validation.seconds,
+            checkpoints=state.checkpoint_seconds - before.checkpoint_seconds,
+            total=self._clock() - self._began,
+        )
 
     def _write_result(self, result: dict[str, Any]) -> bool:
         return self._recording.write_json(RESULT, result)

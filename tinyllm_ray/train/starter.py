@@ -61,6 +61,14 @@ def _reap(child: int, events_fd: int) -> int:
     return 0
 
 
+def open_log(path: Path) -> int:
+    """A descriptor that appends to a log; where its folder is away, the log is lost and the candidate is not."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError:
+        return os.open(os.devnull, os.O_WRONLY)
+
+
 def end_group(leader: int) -> None:
     """Kill a candidate with everything in its process group; a group that is gone already is fine."""
     if leader:
@@ -89,7 +97,7 @@ def _live(request: dict[str, Any], events_fd: int, begin: float, starter: int) -
         _die_with(starter)
         # Said by the candidate itself: the starter may run again only after events of the candidate's.
         _send(events_fd, {"event": "forked", "pid": os.getpid()})
-        log = os.open(Path(request.pop("log")), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        log = open_log(Path(request.pop("log")))
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

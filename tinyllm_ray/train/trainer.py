@@ -46,6 +46,14 @@ class Trainer:
     back. `cache` None trains on one synthetic batch that stays on the device. `range_server` is the address of the
     node's server of token ranges, where there is one. `stage_seconds` says where the start's time went. Use it as a
     context manager, or call `close`, which also gives the process back the settings of determinism that it had.
+
+    >>> from tinyllm_ray.config import load
+    >>> from tinyllm_ray.train.trainer import Trainer
+    >>> config = load("nano", ["model.layers=1", "training.tokens_per_update=512", "execution.cpu_threads=1"])
+    >>> with Trainer(config, cache=None) as trainer:
+    ...     losses = [float(trainer.step().loss) for _ in range(3)]
+    >>> losses[2] < losses[0], trainer.updates
+    (True, 3)
     """
 
     def __init__(

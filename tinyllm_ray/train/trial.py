@@ -11,6 +11,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from pydantic import BaseModel
 from tinyllm_ray.clock import Clock
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache, open_cache
+from tinyllm_ray.data.staged import staged_copy
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.measure.environment import devices
 from tinyllm_ray.measure.gpu_sensors import open_sensors
@@ -26,6 +28,8 @@ from tinyllm_ray.measure.need import Bar
 from tinyllm_ray.measure.windows import measure
 from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.records import Proof, Purpose
+from tinyllm_ray.train.compile_artifact import save_compiled
+from tinyllm_ray.train.compile_cache import given_folder
 from tinyllm_ray.train.proof import Evidence, Watched, gather_evidence
 from tinyllm_ray.train.trainer import Trainer
 
@@ -48,6 +52,8 @@ class TrialRequest(BaseModel):
     """Address of the node's server of token ranges; None reads the cache's files."""
     configuration: str | None = None
     """Path of the candidate's configuration file, relative to the study's folder."""
+    compiled: str | None = None
+    """Path of the file that what the candidate compiles is kept in; None keeps it nowhere."""
     device_kind: Literal["cuda", "cpu"] | None = None
     """What the study's figures are of; None takes what there is."""
     parity: bool = False
@@ -80,7 +86,7 @@ def _open_tokens(request: TrialRequest) -> TokenCache | None:
     if request.protocol.data_mode == "synthetic":
         return None
     assert request.cache, "data mode real needs a cache"
-    return open_cache(request.cache)
+    return staged_copy(open_cache(request.cache))
 
 
 def _check_device(kind: str | None) -> None:
@@ -139,6 +145,17 @@ def _measure_candidate(request: TrialRequest, emit: Emit, begin: float, clock: C
                 "proof_seconds": clock() - proof_began,
             }
         )
+        if request.compiled and config.execution.update != "eager" and not found.dominated and not evidence.faults:
+            keep_compiled(Path(request.compiled))
+
+
+def keep_compiled(path: Path) -> None:
+    """Said after the result, which a folder that cannot be written must not cost."""
+    folder = given_folder()
+    try:
+        save_compiled(path, Path(folder) if folder else None)
+    except Exception:  # standard error is the candidate's log
+        traceback.print_exc()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -29,7 +29,7 @@ class Validation:
 
     That is the model, the average of models that are mixed, or each model of a pack whose models are not.
 
-    `seconds` is the time of all evaluations.
+    `seconds` and `targets` are of all evaluations, `expected_targets` what those of the whole run come to.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Validation:
         on_progress: OnProgress,
         clock: Clock = time.perf_counter,
     ) -> None:
-        self.seconds = 0.0
+        self.seconds, self.targets = 0.0, 0
         self._config, self._cache = trainer.config, cache
         self._interruption, self._on_progress, self._clock = interruption, on_progress, clock
         tokens = cache.tokens("validation")
@@ -51,6 +51,7 @@ class Validation:
         self._evaluators = [
             Evaluator(model, self._config, trainer.device, expected_targets) for model in trainer.evaluation_models()
         ]
+        self.expected_targets = expected_targets * len(self._evaluators)
         self._subset: list[Tokens] | None = None
 
     def subset(self) -> list[Evaluated] | None:
@@ -82,6 +83,7 @@ class Validation:
                     before = self._clock()
                     shown = self._shown(name, batches(), len(found), expected_targets)
                     loss, targets = evaluator.evaluate(shown)
+                    self.targets += targets
                     found.append(Evaluated(loss, targets, self._clock() - before))
                 return found
         except Interrupted:

@@ -12,14 +12,20 @@ from pathlib import Path
 
 from tinyllm_ray.allocation import seconds_within_allocation
 from tinyllm_ray.clock import Deadline, parse_duration
-from tinyllm_ray.command import Parser, exit_status
+from tinyllm_ray.command import Parser, exit_status, say
+from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.tune.budget import seconds_left
 from tinyllm_ray.tune.channel import STUDY_COMMAND
+from tinyllm_ray.tune.going_on import going_on
 from tinyllm_ray.tune.page.maker import bring_up_to_date
+from tinyllm_ray.tune.preset_names import preset_list, study_folders
 from tinyllm_ray.tune.supervisor import process_age_seconds, supervise
 
 _EPILOG = """commands beside studying, each with its own --help:
   python -m tinyllm_ray.tune report OUT        a study's page again, CSV and Parquet; with two studies, their comparison
+  python -m tinyllm_ray.tune rerun OUT c03     one candidate of a study measured again
+  python -m tinyllm_ray.tune validate OUT/selected.yaml
+                                               whether the decision still holds on this machine and these versions
 
 examples:
   python -m tinyllm_ray.tune --budget 45m
@@ -27,7 +33,9 @@ examples:
   python -m tinyllm_ray.tune --budget 10m --preset 50m --space execution --out studies/50m
   python -m tinyllm_ray.tune --budget 10m --config mine.yaml --set training.tokens_per_update=65536
   python -m tinyllm_ray.tune --budget 45m --out studies/50m --resume
-      go on with a study that was ended, within what is left of its budget
+      go on with a study that was ended, within what is left of its budget; begin it where there is none yet
+  python -m tinyllm_ray.tune --budget 2h --presets 20m,50m,90m --out studies/all
+      a study each within one budget; studies/all/decisions.yaml says what to train each shape with
 
 OUT holds report.html (the study for people), selected.yaml (the configuration to train with), summary.json,
 trials.jsonl (a record a line) and candidates/ (a configuration and a log each).
@@ -43,7 +51,19 @@ def _report(arguments: list[str]) -> int:
     return report_command(arguments)
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"report": _report}
+def _rerun(arguments: list[str]) -> int:
+    from tinyllm_ray.tune.again.command import rerun_command
+
+    return rerun_command(arguments)
+
+
+def _validate(arguments: list[str]) -> int:
+    from tinyllm_ray.tune.again.command import validate_command
+
+    return validate_command(arguments)
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {"report": _report, "rerun": _rerun, "validate": _validate}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -55,19 +75,25 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(f"there is no command {arguments[0]!r}, but {', '.join(COMMANDS)}")
         return COMMANDS[arguments[0]](arguments[1:])
     options = parser.parse_args(arguments)
-    return exit_status(lambda: _supervise(options))
+    return exit_status(lambda: _supervise(options, arguments))
 
 
-def _supervise(options: argparse.Namespace) -> int:
+def _supervise(options: argparse.Namespace, arguments: list[str]) -> int:
     budget = parse_duration(options.budget, "--budget")
-    age = process_age_seconds()
+    if options.resume and options.out is None:
+        raise ConfigError("--resume: which study? name its folder with --out")
+    left = seconds_left(budget, options.out, resume=True) if options.resume else budget
+    age = process_age_seconds()  # with what a slow folder took to say it
     request = _request(options, budget, age)
     out = Path(str(request["out"]))
-    left = seconds_left(budget, out, options.resume) - age
-    deadline = Deadline.after(seconds_within_allocation(left, os.environ))
+    whole = Deadline.after(left - age)
+    deadline = Deadline.after(seconds_within_allocation(whole.remaining(), os.environ))
     outcome = supervise(STUDY_COMMAND, request=request, deadline=deadline)
     if outcome.mirrored:  # the folder is this study's, and its file system answers
-        bring_up_to_date(out, deadline)
+        for folder in study_folders(out, preset_list(options.presets)):
+            bring_up_to_date(folder, deadline)
+    if outcome.journal and (line := going_on(arguments, out, outcome.exit_status, whole.remaining())):
+        say(line, sys.stderr)
     return outcome.exit_status
 
 
@@ -88,6 +114,11 @@ def build_parser() -> Parser:
         "packed8-20m-awc, 50m, 90m, 250m, 500m (default: what fits the machine)",
     )
     recipe.add_argument("--config", metavar="FILE", help="recipe from a YAML file")
+    recipe.add_argument(
+        "--presets",
+        metavar="NAME,NAME",
+        help="several recipes, which share the budget and learn from each other; a folder each in --out",
+    )
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting; may be given several times"
     )
@@ -108,8 +139,16 @@ def build_parser() -> Parser:
         help="least seconds for the planned trainings, starts included, or most targets a second (default: training)",
     )
     parser.add_argument("--out", type=Path, help="folder of the study (default: studies/ and the time)")
-    parser.add_argument("--resume", action="store_true", help="go on with the study in --out")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with the study in --out; begin it where there is none"
+    )
+    parser.add_argument(
+        "--decisions", metavar="FILE", help="add the answer to this decision file, for `train --decisions FILE`"
+    )
     parser.add_argument("--address", help="Ray cluster to join (default: $RAY_ADDRESS, else a local one is started)")
+    parser.add_argument(
+        "--retry", default="", metavar="FATES", help="with --resume: measure those again as well, like failed,invalid"
+    )
     protocol = parser.add_argument_group("measurement (default: what the space says)")
     protocol.add_argument("--data-mode", choices=("real", "synthetic"), help="tokens through the loader, or one batch")
     protocol.add_argument("--warmup-updates", type=int, metavar="N", help="updates before the first window")
@@ -136,6 +175,9 @@ def _request(options: argparse.Namespace, budget: float, age: float) -> dict[str
         "runs": options.runs,
         "out": str(options.out or Path("studies") / time.strftime("%Y%m%d-%H%M%S")),
         "resume": options.resume,
+        "retry": [word.strip() for word in options.retry.split(",") if word.strip()],
+        "presets": preset_list(options.presets),
+        "decisions": [options.decisions] if options.decisions else [],
         "address": options.address or os.environ.get("RAY_ADDRESS") or None,
     }
 

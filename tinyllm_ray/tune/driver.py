@@ -8,33 +8,36 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tinyllm_ray import journal
 from tinyllm_ray.clock import Deadline
 from tinyllm_ray.config import Config, identity
 from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.measure.environment import source_identity
 from tinyllm_ray.measure.need import Bar
 from tinyllm_ray.protocol import Protocol
-from tinyllm_ray.records import Fate, TrialRecord
+from tinyllm_ray.records import Fate, Purpose, TrialRecord
 from tinyllm_ray.search.answers import CandidateStatus, Finished, State, Trial
 from tinyllm_ray.search.judgement import judged
-from tinyllm_ray.search.noise import bar_of, spread_of
+from tinyllm_ray.search.noise import bar_of, device_name, spread_of
 from tinyllm_ray.search.study import Study
 from tinyllm_ray.train.outcome import RunningCandidate, build_record
 from tinyllm_ray.train.recipe import learning_rate_sum
 from tinyllm_ray.train.trial import TrialRequest
-from tinyllm_ray.tune.live import Row
+from tinyllm_ray.tune.late_files import LateFiles
+from tinyllm_ray.tune.table import Row
 
 _LEAST_LIMIT_SECONDS = 120.0
 _LIMIT_OVER_UPPER = 3.0
 """A candidate may take this many times its upper prediction before it counts as hung, within what the budget has."""
 
-_STAGES_WITH_PARITY = frozenset({"baseline", "verification"})
+_STAGES_WITH_PARITY = frozenset({"baseline", "verification", "repeat"})
 """Whose trials are compared with the float32 reference: what the others are compared with, and what may win."""
+
+_PURPOSES: Mapping[str, Purpose] = {"control": "control", "verification": "verification", "repeat": "repeat"}
+"""Of stages; every other one's is search."""
 
 
 class StudyDriver:
-    """Runs one study's decisions; a `cluster.trials.Driver`.
+    """Runs one study's decisions; a `cluster.searcher.Driver`.
 
     `publish` is given every record once, before anything else hears of it; `changed` hears of every candidate that
     has started or ended; `earlier` are the records of the study that this one goes on with. Its methods may be called
@@ -63,15 +66,24 @@ class StudyDriver:
         self._study_id = study_id
         self._config = config
         self._cache = cache
-        self._out = out
+        self._files = LateFiles(out)
         self._deadline = deadline
         self.shown: Sequence[Row] = ()
         """The rows as of the last event, for a display: it holds a lock of its own, and must not wait for this one."""
         self._running: dict[str, RunningCandidate] = {}
         self._records = list(earlier)
+        self._freed: str | None = None
+        """The device whose trial has just ended."""
+        self._places: dict[str, str] = {}
+        """By device, what the cluster calls the place where it is."""
         self._learning_rates = functools.cache(functools.partial(learning_rate_sum, config))
         self._interrupted = False
         self._lock = threading.RLock()
+
+    @property
+    def records(self) -> Sequence[TrialRecord]:
+        """All of the study, those of earlier sessions first."""
+        return self._records
 
     @property
     def seconds_left(self) -> float:
@@ -84,6 +96,7 @@ class StudyDriver:
             self.end = self.end or end
             self._interrupted = interrupted
             self._running.clear()
+            self._files.catch_up()
 
     @property
     def finished(self) -> bool:
@@ -94,7 +107,8 @@ class StudyDriver:
             if self.finished:
                 return None
             left = self._deadline.remaining()
-            answer = self.study.ask(left)
+            answer = self.study.ask(left, self._freed)
+            self._freed = None
             if isinstance(answer, Finished):
                 self.end, self.budget_exhausted = answer.reason, answer.budget_exhausted
                 return None
@@ -113,7 +127,7 @@ class StudyDriver:
             if running is None:
                 return  # Tune repeats a trial's last result when it completes
             if event["event"] == "record":
-                self._end(candidate, TrialRecord.model_validate(event["record"]))
+                self._end(candidate, TrialRecord.model_validate(event["record"]), event.get("place"))
             else:
                 running.hear(event)
                 # Only its own row changes; the others' predictions would be made anew for nothing.
@@ -138,18 +152,24 @@ class StudyDriver:
             )
             self._end(candidate, record)
 
+    def record(self, candidate: str) -> TrialRecord | None:
+        """The candidate's last record, as it was judged; None where it has none."""
+        with self._lock:
+            return next((record for record in reversed(self._records) if record.candidate == candidate), None)
+
     def rows(self) -> list[Row]:
         """Every candidate the study knows, as shown to people."""
         with self._lock:
-            baseline = self.study.baseline().record
-            base = baseline.targets_per_second if baseline else None
-            return [self._row(candidate, base) for candidate in self.study.candidates()]
+            return [self._row(candidate) for candidate in self.study.candidates()]
 
     def row(self, candidate_id: str) -> Row:
         return next(row for row in self.rows() if row.candidate == candidate_id)
 
-    def _end(self, candidate: str, record: TrialRecord) -> None:
+    def _end(self, candidate: str, record: TrialRecord, place: str | None = None) -> None:
         del self._running[candidate]
+        self._freed = device_name(record) if record.devices else None
+        if self._freed and place:
+            self._places[self._freed] = place
         record = judged(record, self._records, identity(self.study.space.baseline), self._learning_rates)
         self._records.append(record)
         self.publish(record)
@@ -164,7 +184,7 @@ class StudyDriver:
         candidate = trial.candidate
         config = self._config.with_execution(candidate.execution)
         path = Path("candidates") / f"{candidate.id}.yaml"
-        journal.write_atomically(self._out / path, config.to_yaml().encode())
+        self._files.write(path, config.to_yaml().encode())
         protocol = trial.protocol or self.study.protocol
         limit = max(_LEAST_LIMIT_SECONDS, _LIMIT_OVER_UPPER * trial.prediction.upper_seconds)
         request = TrialRequest(
@@ -173,7 +193,7 @@ class StudyDriver:
             label=candidate.label,
             config=config.model_dump(mode="json"),
             protocol=protocol,
-            purpose="verification" if trial.stage == "verification" else "search",
+            purpose=_PURPOSES.get(trial.stage, "search"),
             round=trial.round,
             bar=self._bar(trial, protocol),
             cache=str(self._cache.folder) if self._cache else None,
@@ -183,17 +203,19 @@ class StudyDriver:
             parity=trial.stage in _STAGES_WITH_PARITY,
             limit_seconds=min(limit, left),
         )
-        return request.model_dump(mode="json")
+        place = self._places.get(trial.device) if trial.device else None
+        return {**request.model_dump(mode="json"), "place": place}
 
     def _bar(self, trial: Trial, protocol: Protocol) -> Bar:
         """What the candidate has to be able to reach; nothing for what others are compared with."""
         if trial.stage != "search" or protocol.version != "adaptive":
             return Bar()
-        return bar_of(self.study.incumbent(), spread_of(self._records))
+        best = self.study.incumbent()
+        # Wherever it will run: what is dominated even on the slowest device is so on all.
+        return bar_of(best, spread_of(self._records), self.study.controls.slowest(best) if best else 1.0)
 
-    def _row(self, status: CandidateStatus, base: float | None) -> Row:
+    def _row(self, status: CandidateStatus) -> Row:
         record = status.record
-        rate = record.targets_per_second if record else None
         cut = self._interrupted and status.state == State.RUNNING
         running = self._running.get(status.candidate.id)
         return Row(
@@ -201,9 +223,10 @@ class StudyDriver:
             label=status.candidate.label,
             state="interrupted" if cut else (status.fate or status.state).value,
             detail=_stage(running) if running else status.reason or "",
-            targets_per_second=rate,
-            versus_baseline=rate / base if rate and base else None,
+            targets_per_second=record.targets_per_second if record else None,
+            versus_baseline=self.study.versus_baseline(record),
             seconds=record.seconds.total if record else None,
+            compile_seconds=record.seconds.compile if record else None,
         )
 
 

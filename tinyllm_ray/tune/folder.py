@@ -1,33 +1,41 @@
 """A study's folder: what makes it a study's, and whether another may begin or go on there.
 
-OUT/study.yaml       what is studied; written first
+OUT/study.yaml       what is studied; written first, and locked by the session that goes on with it
 OUT/trials.jsonl     a TrialRecord a line
-OUT/candidates/      a configuration and a log a candidate
-OUT/selected.yaml    the configuration to use
+OUT/sessions/        what each session has used of the budget
+OUT/candidates/      a configuration and a log a candidate, and what the selected one compiled
+OUT/callbacks/       what Ray Tune's callbacks write, a folder a candidate: TensorBoard's event files
+OUT/selected.yaml    the configuration to use, and what is promised of it (section tuned)
 OUT/summary.json     the study as it stands
 """
 
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tinyllm_ray import journal
-from tinyllm_ray.config import Config, identity
+from tinyllm_ray.config import Config
 from tinyllm_ray.errors import ConfigError
-from tinyllm_ray.records import TrialRecord, read_records
-from tinyllm_ray.search.fitting import FittedSpace
-from tinyllm_ray.tune.budget import spent_seconds
-from tinyllm_ray.tune.mirror import leftover_records
-from tinyllm_ray.tune.request import StudyRequest
+from tinyllm_ray.measure.environment import source_identity
+from tinyllm_ray.paths import is_there
+from tinyllm_ray.records import TrialRecord
+from tinyllm_ray.search.fitting import DeviceKind, FittedSpace, fit_space
+from tinyllm_ray.tune.budget import sessions_so_far
+from tinyllm_ray.tune.claim import claim
+from tinyllm_ray.tune.mirror import all_records, await_earlier_helper
+from tinyllm_ray.tune.request import Asked, StudyRequest
+from tinyllm_ray.tune.same_study import refuse_other_study, settled_space, space_identity
 from tinyllm_ray.yamlfile import dump_yaml, read_mapping
 
 DEFINITION = "study.yaml"
 TRIALS = "trials.jsonl"
 CANDIDATES = "candidates"
+CALLBACKS = "callbacks"
 SELECTED = "selected.yaml"
 
 
@@ -42,6 +50,16 @@ class Definition(BaseModel):
     space_identity: str
     budget: str
     recipe: dict[str, Any]
+    settled_space: dict[str, Any] | None = None
+    """The space as it was fitted, by name and value; None, here and below, where an earlier program began the study."""
+    cores: int | None = None
+    """CPU cores a trial could use."""
+    device_kind: str | None = None
+    accelerators: list[str] = []
+    """Their models, where the cluster tells them."""
+    cache_identity: str | None = None
+    source: dict[str, Any] | None = None
+    """sha256, revision and dirty of the package."""
 
 
 class Earlier(BaseModel):
@@ -49,71 +67,102 @@ class Earlier(BaseModel):
 
     definition: Definition
     records: list[TrialRecord]
-    spent_seconds: float
+    sessions: list[dict[str, Any]]
+    """As `budget.sessions_so_far` has them."""
+
+    @property
+    def spent_seconds(self) -> float:
+        """Of the budget, by all of them."""
+        return float(sum(entry["seconds"] for entry in self.sessions))
 
 
 def open_folder(out: Path, resume: bool) -> Earlier | None:
-    """What is there to go on from, None for a study that begins. Nothing is written. Raises ConfigError."""
+    """What is there to go on from, None for a study that begins. Nothing is written. Raises ConfigError.
+
+    With `resume` a study begins where there is none yet: one command for a job that comes back. A study that is gone
+    on with is this process's from here to its end: no other session may run beside it.
+    """
     definition = out / DEFINITION
-    if not definition.exists():
-        if resume:
-            raise ConfigError(f"--resume: {out} holds no study ({DEFINITION} is missing)")
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ConfigError(f"--out {out}: this is not an empty folder; choose another")
-        if not os.access(next(parent for parent in (out, *out.parents) if parent.exists()), os.W_OK):
-            raise ConfigError(f"--out {out}: it cannot be written there; choose another folder")
+    if not is_there(definition, "--out"):
+        check_vacant(out)
         return None
     if not resume:
         raise ConfigError(
             f"--out {out}: the folder already holds a study; add --resume to go on with it, or choose another"
         )
+    claim(definition)
     try:
         known = Definition.model_validate(read_mapping(definition))
     except ValidationError as error:
         raise ConfigError(f"{definition}: damaged: {error.errors()[0]['msg']}") from None
-    records = read_records(out / TRIALS)
-    # What the folder lagged behind by when the last session was cut; the supervisor adds it to the file.
-    records += [TrialRecord.model_validate(entry) for entry in leftover_records(known.study, out)]
-    return Earlier(definition=known, records=records, spent_seconds=spent_seconds(out))
+    await_earlier_helper(known.study)
+    records = [TrialRecord.model_validate(entry) for entry in all_records(known.study, out)]
+    return Earlier(definition=known, records=records, sessions=sessions_so_far(out))
+
+
+def refuse_early(earlier: Earlier, asked: Asked, out: Path) -> None:
+    """Refuse what the earlier sessions' machine would refuse, before Ray says what this one is. Raises ConfigError."""
+    known = earlier.definition
+    if known.device_kind is None or known.cores is None:
+        return
+    kind: DeviceKind = "cuda" if known.device_kind == "cuda" else "cpu"
+    config, space, _ = asked.for_machine(kind)
+    same = {"accelerators": known.accelerators, "cache_identity": known.cache_identity, "study": known.study}
+    definition = _define(config, fit_space(space, config, kind, known.cores), known.budget)
+    refuse_other_study(known.model_dump(), definition.model_dump() | same, out)
 
 
 def begin_study(
-    out: Path, earlier: Earlier | None, config: Config, fitted: FittedSpace, request: StudyRequest
+    out: Path,
+    earlier: Earlier | None,
+    config: Config,
+    fitted: FittedSpace,
+    request: StudyRequest,
+    *,
+    accelerators: Sequence[str] = (),
+    cache_identity: str | None = None,
 ) -> Definition:
     """Make the folder and its definition, or check that a resumption asks for the same. Raises ConfigError."""
-    settled = {"baseline": fitted.baseline, "factors": fitted.factors, "when": fitted.when}
-    space_identity = identity({**settled, "protocol": fitted.protocol.model_dump(mode="json")})
-    if earlier is not None:
-        _check_same(earlier.definition, config, space_identity)
-        return earlier.definition
-    definition = Definition(
+    machine = {"accelerators": list(accelerators), "cache_identity": cache_identity}
+    asked = _define(config, fitted, request.budget).model_copy(update=machine)
+    try:
+        if earlier is not None:
+            refuse_other_study(earlier.definition.model_dump(), asked.model_dump(), out)
+            for folder in (out, out / CANDIDATES):
+                journal.remove_torn(folder)
+        else:
+            out.mkdir(parents=True, exist_ok=True)
+            journal.remove_torn(out)
+            journal.write_atomically(out / DEFINITION, dump_yaml(asked.model_dump(mode="json")).encode())
+            claim(out / DEFINITION)
+        (out / CANDIDATES).mkdir(exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error.strerror}; choose a folder that can be written") from None
+    return asked if earlier is None else earlier.definition
+
+
+def _define(config: Config, fitted: FittedSpace, budget: str) -> Definition:
+    source = source_identity()
+    return Definition(
         study=f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}",
         recipe_identity=config.recipe_identity,
         space=fitted.name,
-        space_identity=space_identity,
-        budget=request.budget,
+        space_identity=space_identity(fitted),
+        budget=budget,
         recipe=config.model_dump(mode="json"),
+        settled_space=settled_space(fitted),
+        cores=fitted.cores,
+        device_kind=fitted.device_kind,
+        source={"sha256": source.sha256, "revision": source.revision, "dirty": source.dirty},
     )
-    try:
-        (out / CANDIDATES).mkdir(parents=True, exist_ok=True)
-        journal.write_atomically(out / DEFINITION, dump_yaml(definition.model_dump(mode="json")).encode())
-    except OSError as error:
-        raise ConfigError(f"--out {out}: {error.strerror}; choose a folder that can be written") from None
-    return definition
 
 
-def _check_same(known: Definition, config: Config, space_identity: str) -> None:
-    if known.recipe_identity != config.recipe_identity:
-        asked = config.model_dump(mode="json")
-        changed = [
-            f"{section}.{key} is {asked[section][key]!r}, was {value!r}"
-            for section, values in known.recipe.items()
-            for key, value in values.items()
-            if section in asked and asked[section].get(key) != value
-        ]
-        raise ConfigError(f"--resume: the recipe is not that of the study: {'; '.join(changed) or 'another version'}")
-    if known.space_identity != space_identity:
-        raise ConfigError(
-            f"--resume: the space or its protocol is not that of the study (space {known.space}); "
-            "ask for the same, or begin a study in another folder"
-        )
+def check_vacant(out: Path) -> None:
+    """Raises ConfigError where a study cannot begin; one that was killed before it was one is not in the way."""
+    if is_there(out, "--out") and (not out.is_dir() or any(not journal.is_torn(path) for path in out.iterdir())):
+        raise ConfigError(f"--out {out}: this is not an empty folder; choose another")
+    nearest = next(parent for parent in (out, *out.parents) if parent.exists())
+    if not nearest.is_dir():
+        raise ConfigError(f"--out {out}: {nearest} is a file; choose another folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(f"--out {out}: it cannot be written there; choose another folder")

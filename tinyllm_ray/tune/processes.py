@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tinyllm_ray.tune.terminal import show_cursor
+
 STUDY_VARIABLE = "TINYLLM_RAY_STUDY"
 """Environment variable that every process of a study inherits; its value is the supervisor's run, used once."""
 
@@ -118,6 +120,7 @@ def guard(marker: str) -> None:
     """A helper that ends the study when the supervisor dies before it has done so itself: its stdin ends then."""
     words = sys.stdin.buffer.read().split()
     alive = end_processes(marker, int(words[0]) if words else None, patience_seconds=0.0, limit_seconds=10.0)
+    show_cursor()
     left = f", but for {', '.join(alive)}" if alive else ""
     print(f"tinyllm_ray: the study's supervisor was killed; its processes are ended{left}", file=sys.stderr)
 
@@ -126,9 +129,10 @@ def start_helper(duty: Callable[..., None], *arguments: str, stderr: int | None 
     """Run a function of this package (standard library only) in a bare interpreter of its own.
 
     Its stdin ends when the caller closes it or dies. Nothing else that happens to the caller or the study reaches it:
-    it has a session of its own and no marker.
+    it has a session of its own and no marker, and lets SIGTERM pass, which Slurm sends to every process of a job.
     """
-    code = "import importlib, sys; sys.path.append(sys.argv[1])\n"
+    code = "import importlib, signal, sys; sys.path.append(sys.argv[1])\n"
+    code += "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     code += "getattr(importlib.import_module(sys.argv[2]), sys.argv[3])(*sys.argv[4:])"
     root = str(Path(__file__).parents[2])
     return subprocess.Popen(

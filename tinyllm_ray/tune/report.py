@@ -7,19 +7,24 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tinyllm_ray import journal
 from tinyllm_ray.config import Config
+from tinyllm_ray.errors import EXIT_DONE, EXIT_NO_RESULT
+from tinyllm_ray.promise import CompiledFile
 from tinyllm_ray.records import SCHEMA_VERSION, TrialRecord
 from tinyllm_ray.search.study import Study
 from tinyllm_ray.tune.budget import SUMMARY
 from tinyllm_ray.tune.driver import StudyDriver
 from tinyllm_ray.tune.folder import SELECTED
 from tinyllm_ray.tune.page.maker import PAGE, PageMaker
+from tinyllm_ray.tune.processes import STUDY_VARIABLE
+from tinyllm_ray.tune.promise import build_promise, drop_compiled
+from tinyllm_ray.tune.sessions import with_trials
 
 
 @dataclass
@@ -34,33 +39,59 @@ class Report:
     """Seconds of the budget that are used up."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Recipe, space, machine and cluster, for the summary."""
+    earlier_sessions: Sequence[Mapping[str, Any]] = ()
+    """What sessions before this one used of the budget, as `budget.sessions_so_far` has them."""
     page: PageMaker | None = None
     """Makes the page for people, in a process of its own."""
+    compiled: CompiledFile | None = None
+    """What the selected execution compiled, as of the last `write`."""
 
     def write(self, driver: StudyDriver) -> None:
         """Rewrite both files, and have the page made. Raises OSError where they cannot be written."""
         selection = driver.study.selection()
         if selection is not None:
             selected = self.config.with_execution(selection.record.execution)
+            promise = build_promise(driver.study, selection.record, selected, self.out)
+            selected = selected.model_copy(update={"tuned": promise})
+            self.compiled = promise.compiled if promise else None
             journal.write_atomically(self.out / SELECTED, selected.to_yaml().encode())
         summary = json.dumps(self._summary(driver), indent=2, allow_nan=False) + "\n"
         journal.write_atomically(self.out / SUMMARY, summary.encode())
         if self.page is not None:
             self.page.ask()
 
-    def finish_page(self) -> None:
-        """Have the last page made; takes 3 s at most, of what is kept free for the study's end."""
+    def closing_lines(self, driver: StudyDriver) -> list[str]:
+        """What is said last."""
+        return closing_lines(driver, self.out)
+
+    def exit_status(self, driver: StudyDriver) -> int:
+        """What the whole comes to as it stands."""
+        return EXIT_DONE if driver.study.selection() is not None else EXIT_NO_RESULT
+
+    def finish(self) -> None:
+        """Drop what nobody needs and have the last page made; 3 s at most, of what is kept free for the study's end."""
+        drop_compiled(self.out, self.compiled)
         if self.page is not None:
             self.page.finish()
 
+    def _sessions(self, driver: StudyDriver, elapsed_seconds: float) -> list[dict[str, Any]]:
+        """What the budget went to by session, this one last; the seconds add up to `elapsed_seconds`."""
+        seconds = elapsed_seconds - sum(entry["seconds"] for entry in self.earlier_sessions)
+        began = time.time() - seconds
+        own = {"session": os.environ.get(STUDY_VARIABLE), "began": began, "seconds": seconds, "ended": driver.finished}
+        trials = ((record.timestamp, record.seconds.total) for record in driver.records)
+        return with_trials([*self.earlier_sessions, own], trials)
+
     def _summary(self, driver: StudyDriver) -> dict[str, Any]:
         study, selection = driver.study, driver.study.selection()
+        elapsed = self.elapsed()
         return {
             "schema_version": SCHEMA_VERSION,
             "study": self.study_id,
             **self.facts,
             "budget_seconds": self.budget_seconds,
-            "elapsed_seconds": self.elapsed(),
+            "elapsed_seconds": elapsed,
+            "sessions": self._sessions(driver, elapsed),
             "timestamp": time.time(),
             "budget_exhausted": driver.budget_exhausted,
             "ended": driver.end,
@@ -76,6 +107,7 @@ class Report:
                 for winner in study.winners()
             ],
             "verification": _verification(study),
+            "devices": [asdict(one) for one in study.controls.speeds()],
             "ties": [record.candidate for record in selection.ties] if selection else [],
             "candidates": [asdict(row) for row in driver.rows()],
         }
@@ -88,7 +120,7 @@ def speedup(study: Study) -> dict[str, Any] | None:
         return None
     if verified is not None and verified.speedup is not None:
         return {**asdict(verified.speedup), "verified": True}
-    ratio = _ratio(selection.record, study.baseline().record)
+    ratio = study.versus_baseline(selection.record)
     return None if ratio is None else {"ratio": ratio, "verified": False}
 
 
@@ -103,6 +135,7 @@ def closing_lines(driver: StudyDriver, out: Path) -> list[str]:
     label = driver.row(best.candidate).label
     lines.append(f"selected {label}: {best.targets_per_second:,.0f} targets/s{_beside_baseline(driver.study)}")
     lines.append(f"verdict: {selection.reason}")
+    lines += [f"slow device: {one}" for one in driver.study.controls.speeds() if one.slow]
     if (out / PAGE).exists():
         lines.append(f"report: {out / PAGE}")
     selected, run = (shlex.quote(str(out / name)) for name in (SELECTED, "run"))
@@ -155,14 +188,9 @@ def _figures(record: TrialRecord | None, study: Study) -> dict[str, Any] | None:
         "execution": record.execution,
         "targets_per_second": record.targets_per_second,
         "spread": record.spread,
-        "versus_baseline": _ratio(record, study.baseline().record),
+        "versus_baseline": study.versus_baseline(record),
         "first_update_seconds": record.first_update_seconds,
         "seconds": record.seconds.model_dump(),
         "memory": record.memory.model_dump(),
         "configuration": record.configuration,
     }
-
-
-def _ratio(record: TrialRecord, baseline: TrialRecord | None) -> float | None:
-    rate, base = record.targets_per_second, baseline.targets_per_second if baseline else None
-    return rate / base if rate and base else None

@@ -9,9 +9,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tinyllm_ray.config import Config, load, validate
 from tinyllm_ray.errors import ConfigError
+from tinyllm_ray.paths import shown, unusable
 from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.search.objective import Objective, ObjectiveKind
+from tinyllm_ray.search.retry import fates_to_retry
 from tinyllm_ray.search.space import Space, load_space, parse_space
+from tinyllm_ray.tune.decisions import read_decisions
 from tinyllm_ray.validation import explain
 
 PLANNED_RUNS = 100
@@ -45,8 +48,16 @@ class StudyRequest(BaseModel):
     """Trainings planned with the answer: the search goes on while it saves more over them than it costs."""
     out: str
     resume: bool = False
+    retry: list[str] = []
+    """Fates of candidates that a study which goes on measures again, beside lost and timed-out ones."""
     address: str | None = None
     """A Ray cluster to join."""
+    callbacks: dict[str, Any] | None = None
+    """Ray Tune callbacks as `cluster.callbacks` packs them; None writes TensorBoard's event files."""
+    presets: list[str] = []
+    """Several recipes that share the budget (`tune.several`), in place of `recipe`."""
+    decisions: list[Path] = []
+    """Decision files that what the study comes to is added to."""
 
     def objective_of(self, config: Config) -> Objective:
         """What a study of this recipe is after."""
@@ -80,6 +91,8 @@ class Asked:
 def check_request(request: StudyRequest) -> Asked:
     """Everything about a request that can be judged without the machine. Raises ConfigError."""
     recipe, space = request.recipe, request.space
+    if why := unusable(Path(request.out)):
+        raise ConfigError(f"--out {shown(request.out)}: {why}")
     if isinstance(recipe, dict):
         config: Config | None = validate(recipe, "configuration")
     elif recipe is None and request.overrides:
@@ -91,12 +104,18 @@ def check_request(request: StudyRequest) -> Asked:
     else:
         checked = None if space is None else load_space(space)
     _check_protocol(request.protocol)
+    fates_to_retry(request.retry, request.resume)
     if request.runs < 1:
         raise ConfigError(f"--runs: {request.runs} is no number of trainings; give 1 or more")
+    for file in request.decisions:
+        if file.exists():
+            read_decisions(file)  # found damaged at the study's end it would be too late
     if config is not None and config.data.cache is not None:
         # Trials run in folders of their own, so the path has to hold from anywhere.
         folder = Path(config.data.cache).expanduser().resolve()
         config = config.model_copy(update={"data": config.data.model_copy(update={"cache": str(folder)})})
+    if config is not None:
+        config = config.model_copy(update={"tuned": None})  # an earlier study's word, should it be one's answer
     return Asked(config, checked, request.protocol)
 
 

@@ -1,23 +1,49 @@
 """A running study as its people see it: what is said and shown, the report kept up to date, and one end."""
 
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Protocol
 
 from rich.console import Console
 
-from tinyllm_ray.errors import EXIT_DONE, EXIT_NO_RESULT
+from tinyllm_ray.errors import EXIT_DONE
 from tinyllm_ray.records import TrialRecord
 from tinyllm_ray.tune.channel import Channel
 from tinyllm_ray.tune.driver import StudyDriver
-from tinyllm_ray.tune.live import Display, Row, View, open_display, say
-from tinyllm_ray.tune.report import Report, closing_lines
+from tinyllm_ray.tune.live import Display, open_display, say
+from tinyllm_ray.tune.report import Report
+from tinyllm_ray.tune.table import Row, View
+
+
+class Closing(Protocol):
+    """What a signal ends."""
+
+    def close(self, ended: str | None, *, interrupted: bool = False) -> int:
+        """End with the reason given; returns the exit status. Once, from whatever thread it comes."""
+
+
+class Holder(Protocol):
+    """Who runs a study: its line to the supervisor, and the session as soon as there is one."""
+
+    channel: Channel
+    session: Closing | None
 
 
 class Session:
     """Publishes records, shows candidates, rewrites the report; `close` counts once, from whatever thread it comes."""
 
-    def __init__(self, driver: StudyDriver, report: Report, channel: Channel, console: Console) -> None:
+    def __init__(
+        self,
+        driver: StudyDriver,
+        report: Report,
+        channel: Channel,
+        console: Console,
+        decide: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`decide` keeps what the study came to for others, once its report stands."""
         self._driver = driver
+        self._decide = decide
         self._report = report
         self._channel = channel
         self._console = console
@@ -39,24 +65,25 @@ class Session:
                 self._driver.stop(ended, interrupted=interrupted)
                 self._shown.close()
                 self._write_report()
-                for line in closing_lines(self._driver, self._report.out):
+                for line in self._report.closing_lines(self._driver):
                     say(self._console, line)
-                self._status = EXIT_DONE if self._driver.study.selection() is not None else EXIT_NO_RESULT
+                self._decide()
+                self._status = self._report.exit_status(self._driver)
                 # From here on nothing counts but the end: a Ray that does not shut down costs DONE_SECONDS at most.
                 self._channel.send("done", exit_status=self._status)
             return self._status
 
     def settle(self) -> None:
-        """Write the report once more, with all seconds that were used, and its page."""
+        """Write the report once more, with all seconds that were used, and its page; drop what nobody needs."""
         self._write_report()
-        self._report.finish_page()
+        self._report.finish()
 
     def _publish(self, record: TrialRecord) -> None:
         self._channel.send("record", record=record.model_dump(mode="json"))
 
     def _changed(self, row: Row) -> None:
         self._write_report()
-        if self._driver.study.selection() is not None:
+        if self._report.exit_status(self._driver) == EXIT_DONE:
             self._channel.send("standing", exit_status=EXIT_DONE)
         self._display.show(row)
 

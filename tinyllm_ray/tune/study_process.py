@@ -10,14 +10,15 @@ import signal
 import sys
 import threading
 import traceback
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from tinyllm_ray.errors import EXIT_BUG, EXIT_NO_RESULT, TinyllmRayError
 from tinyllm_ray.tune.channel import Channel, attach
+from tinyllm_ray.tune.processes import STUDY_VARIABLE, end_processes
 from tinyllm_ray.tune.supervisor import process_age_seconds
 
 if TYPE_CHECKING:
-    from tinyllm_ray.tune.session import Session
+    from tinyllm_ray.tune.session import Closing
 
 _LOOK_SECONDS = 0.05
 _DEADLINE_SLACK_SECONDS = 0.5
@@ -29,7 +30,7 @@ class Work:
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self.session: Session | None = None
+        self.session: Closing | None = None
         """There as soon as there is something to report."""
         self.verdict: tuple[int, str | None] | None = None
         """Exit status and message, once it is over."""
@@ -38,11 +39,13 @@ class Work:
     def _run(self) -> None:
         status, message = EXIT_BUG, None
         try:
-            from tinyllm_ray.tune.study_run import run
+            from tinyllm_ray.tune.tasks import run
 
             status = run(self)
         except TinyllmRayError as error:
             status, message = error.exit_status, str(error)
+        except BrokenPipeError:  # the supervisor is gone, and all ends with it
+            pass
         except Exception as error:  # our own fault: the traceback is for us, the verdict for the supervisor
             message = f"{type(error).__name__}: {error}"
             traceback.print_exc()
@@ -59,6 +62,8 @@ def main() -> int:
     work.thread.start()
     while work.verdict is None and not received:
         work.thread.join(_LOOK_SECONDS)
+        if channel.alone:
+            _end_alone()
     interrupted = work.verdict is None
     status, message = work.verdict or _interrupt(work, received[0])
     if message is not None:
@@ -67,6 +72,12 @@ def main() -> int:
     if interrupted:
         os._exit(status)  # the study's thread may be anywhere in Ray; the supervisor ends what Ray started
     return status
+
+
+def _end_alone() -> NoReturn:
+    """The supervisor was killed: end all of the study, should its guard have been killed as well."""
+    end_processes(os.environ[STUDY_VARIABLE], os.getpid(), patience_seconds=0.0, limit_seconds=5.0)
+    os._exit(EXIT_BUG)
 
 
 def _interrupt(work: Work, number: int) -> tuple[int, str | None]:

@@ -17,23 +17,26 @@ from tinyllm_ray.clock import Deadline
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache, open_cache
 from tinyllm_ray.measure.environment import usable_cores
-from tinyllm_ray.protocol import Protocol
+from tinyllm_ray.search.earlier import EarlierStudy
 from tinyllm_ray.search.fitting import FittedSpace, fit_space
-from tinyllm_ray.search.objective import Objective
 from tinyllm_ray.search.paired import RESERVED_SHARE, PairedVerifier
+from tinyllm_ray.search.priors import Priors
+from tinyllm_ray.search.retry import fates_to_retry, retried
 from tinyllm_ray.search.study import Study
 from tinyllm_ray.train.compile_cache import compile_cache_folder
 from tinyllm_ray.train.recipe import check_fits
 from tinyllm_ray.train.show import PipeConsole
+from tinyllm_ray.tune.decided import record_decision
 from tinyllm_ray.tune.driver import StudyDriver
-from tinyllm_ray.tune.folder import CANDIDATES, Definition, Earlier, begin_study, open_folder
+from tinyllm_ray.tune.folder import CANDIDATES, Definition, Earlier, begin_study, open_folder, refuse_early
 from tinyllm_ray.tune.live import say
 from tinyllm_ray.tune.mirror import private_folder
 from tinyllm_ray.tune.page.maker import PageMaker
 from tinyllm_ray.tune.report import Report
 from tinyllm_ray.tune.request import Asked, StudyRequest, check_request
-from tinyllm_ray.tune.session import Session
+from tinyllm_ray.tune.session import Holder, Session
 from tinyllm_ray.tune.supervisor import process_age_seconds
+from tinyllm_ray.tune.watching import watched
 
 if TYPE_CHECKING:
     from tinyllm_ray.cluster.connect import Connection
@@ -56,6 +59,8 @@ def run(work: "Work") -> int:
     asked = check_request(request)
     out = Path(request.out).resolve()
     earlier = open_folder(out, request.resume)
+    if earlier is not None:
+        refuse_early(earlier, asked, out)
     if asked.config is not None:
         if asked.config.data.cache is not None:
             check_fits(asked.config, open_cache(asked.config.data.cache))
@@ -63,41 +68,46 @@ def run(work: "Work") -> int:
             # A GPU runs whatever any machine runs.
             fit_space(asked.space, asked.config, "cuda", usable_cores())
     compile_cache_folder()
-    return _run_on_ray(request, asked, earlier, out, work, deadline)
+    return study_on_ray(request, asked, earlier, out, work, deadline)
 
 
-def _run_on_ray(
-    request: StudyRequest, asked: Asked, earlier: Earlier | None, out: Path, work: "Work", deadline: Deadline
+def study_on_ray(
+    request: StudyRequest,
+    asked: Asked,
+    earlier: Earlier | None,
+    out: Path,
+    work: Holder,
+    deadline: Deadline,
+    ray: "tuple[Connection, bool] | None" = None,
+    learned: tuple[EarlierStudy, ...] = (),
 ) -> int:
-    from tinyllm_ray.cluster.connect import connect
-    from tinyllm_ray.cluster.trials import resources
+    """The study on `ray` (what `started_ray` gives), or on one of its own; `learned` is what it begins with."""
+    from tinyllm_ray.cluster.callbacks import DEFAULT, unpack_callbacks
+    from tinyllm_ray.cluster.trials import concurrency, resources
 
+    callbacks = DEFAULT if request.callbacks is None else unpack_callbacks(request.callbacks)
     console = PipeConsole(stderr=True)
-    say(console, f"budget {request.budget}; starting Ray")
-    with connect(request.address) as connection, _claim_machine(console, connection) as alone:
-        say(console, _describe(connection))
+    with nullcontext(ray) if ray else started_ray(request, console) as (connection, alone):
         config, space, notes = asked.for_machine(connection.device_kind)
         fitted = fit_space(space, config, connection.device_kind, int(resources(connection)["CPU"]))
         for note in [*notes, *fitted.notes]:
             say(console, note)
-        cache = _open_tokens(config, fitted)
-        definition = begin_study(out, earlier, config, fitted, request)
+        cache = open_tokens(config, fitted)
+        tokens = cache.identity if cache else None
+        definition = begin_study(
+            out, earlier, config, fitted, request, accelerators=connection.accelerators, cache_identity=tokens
+        )
         work.channel.send("out", study=definition.study, path=str(out))
+        if request.resume and earlier is None:
+            say(console, f"{out} holds no study yet: it begins")
         spent = earlier.spent_seconds if earlier else 0.0
-        closing = min(_CLOSING_SECONDS, _CLOSING_SHARE * request.total_seconds)
-        objective = request.objective_of(config)
         driver = StudyDriver(
-            study=Study(
-                fitted,
-                records=earlier.records if earlier else (),
-                objective=objective,
-                verifier=_verifier(fitted.protocol, request.total_seconds, objective, connection, console),
-            ),
+            study=search_of(request, config, fitted, earlier, concurrency(connection), learned),
             study_id=definition.study,
             config=config,
             cache=cache,
             out=out,
-            deadline=deadline.earlier_by(closing),
+            deadline=deadline.earlier_by(closing_seconds(request.total_seconds)),
             earlier=earlier.records if earlier else (),
         )
         report = Report(
@@ -106,29 +116,58 @@ def _run_on_ray(
             config=config,
             budget_seconds=request.total_seconds,
             elapsed=lambda: spent + request.age_seconds + process_age_seconds(),
-            facts={**_facts(definition, fitted, connection, cache), "alone_on_machine": alone},
+            facts={**study_facts(definition, fitted, connection, cache), "alone_on_machine": alone},
+            earlier_sessions=earlier.sessions if earlier else (),
             page=PageMaker(out, functools.partial(say, console)),
         )
-        work.session = Session(driver, report, work.channel, console)
-        lost = _measure(driver, report, connection, cache)
-        status = work.session.close(driver.end or lost)
-    work.session.settle()
+        decide = functools.partial(
+            record_decision, driver.study, config, out, request.decisions, functools.partial(say, console)
+        )
+        session = work.session = Session(driver, report, work.channel, console, decide)
+        lost = measure(driver, report, connection, cache, watched(driver, report, callbacks, console))
+        status = session.close(driver.end or lost)
+    session.settle()
     return status
 
 
-def _verifier(
-    protocol: Protocol, budget_seconds: float, objective: Objective, connection: "Connection", console: Console
-) -> PairedVerifier | None:
-    from tinyllm_ray.cluster.trials import concurrency
+@contextmanager
+def started_ray(request: StudyRequest, console: Console) -> "Iterator[tuple[Connection, bool]]":
+    """Ray as the request has it, and whether no other study measures on this machine."""
+    from tinyllm_ray.cluster.connect import connect
 
-    if concurrency(connection) > 1:
-        # Ray says where a trial runs, and pairs are worth something on one device only.
-        say(console, "several devices: the speed-up will be the search's, not verified in pairs on one of them")
-        return None
-    return PairedVerifier(protocol, RESERVED_SHARE * budget_seconds, objective)
+    say(console, f"budget {request.budget}; starting Ray")
+    with connect(request.address) as connection, claim_machine(console, connection) as alone:
+        say(console, _describe(connection))
+        yield connection, alone
 
 
-def _measure(driver: StudyDriver, report: Report, connection: "Connection", cache: TokenCache | None) -> str | None:
+def search_of(
+    request: StudyRequest,
+    config: Config,
+    fitted: FittedSpace,
+    earlier: Earlier | None,
+    devices: int,
+    learned: tuple[EarlierStudy, ...] = (),
+) -> Study:
+    """What decides on the trials: of the space as it fits, from what earlier sessions and other studies recorded."""
+    objective = request.objective_of(config)
+    return Study(
+        fitted,
+        records=retried(earlier.records, fates_to_retry(request.retry, request.resume)) if earlier else (),
+        objective=objective,
+        verifier=PairedVerifier(fitted.protocol, RESERVED_SHARE * request.total_seconds, objective),
+        devices=devices,
+        priors=Priors(fitted.device_kind, earlier=learned),
+    )
+
+
+def measure(
+    driver: StudyDriver,
+    report: Report,
+    connection: "Connection",
+    cache: TokenCache | None,
+    watching: AbstractContextManager[list[Any]],
+) -> str | None:
     """Run the trials until the study is over; why, where it is the cluster that ended it."""
     from tinyllm_ray.cluster.prefetch import prefetching
     from tinyllm_ray.cluster.trials import run_trials
@@ -136,13 +175,13 @@ def _measure(driver: StudyDriver, report: Report, connection: "Connection", cach
     storage = Path(tempfile.mkdtemp(prefix="tune-", dir=private_folder()))
     servers: AbstractContextManager[str | None] = prefetching(report.study_id) if cache else nullcontext()
     try:
-        with servers as names:
-            return run_trials(driver, connection, report.out / CANDIDATES, storage, names)
+        with servers as names, watching as callbacks:
+            return run_trials(driver, connection, report.out / CANDIDATES, storage, names, callbacks)
     finally:
         shutil.rmtree(storage, ignore_errors=True)
 
 
-def _open_tokens(config: Config, fitted: FittedSpace) -> TokenCache | None:
+def open_tokens(config: Config, fitted: FittedSpace) -> TokenCache | None:
     """The token cache that trials read, the default one built if need be; None where they read none."""
     if fitted.protocol.data_mode == "synthetic":
         return None
@@ -154,7 +193,7 @@ def _open_tokens(config: Config, fitted: FittedSpace) -> TokenCache | None:
 
 
 @contextmanager
-def _claim_machine(console: Console, connection: "Connection") -> Iterator[bool]:
+def claim_machine(console: Console, connection: "Connection") -> Iterator[bool]:
     """Whether no other study of this user measures on the same devices of this machine; says so where one does."""
     if not connection.started:
         yield True
@@ -171,7 +210,12 @@ def _claim_machine(console: Console, connection: "Connection") -> Iterator[bool]
         yield alone
 
 
-def _facts(
+def closing_seconds(budget_seconds: float) -> float:
+    """What is kept free at the end of a budget."""
+    return min(_CLOSING_SECONDS, _CLOSING_SHARE * budget_seconds)
+
+
+def study_facts(
     definition: Definition, fitted: FittedSpace, connection: "Connection", cache: TokenCache | None
 ) -> dict[str, Any]:
     return {

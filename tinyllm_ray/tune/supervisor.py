@@ -8,7 +8,6 @@ Standard library only, so that the clock runs before anything slow is imported.
 """
 
 import contextlib
-import json
 import math
 import os
 import secrets
@@ -16,7 +15,6 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,9 +25,11 @@ from typing import Any
 
 from tinyllm_ray.clock import Deadline
 from tinyllm_ray.errors import EXIT_BUG, EXIT_NO_RESULT
-from tinyllm_ray.tune.channel import CHANNEL_VARIABLE, HELD_SIGNALS, Lines
+from tinyllm_ray.tune.channel import Lines
+from tinyllm_ray.tune.child import has_ended, start_child
 from tinyllm_ray.tune.mirror import MirroredJournal, private_folder
-from tinyllm_ray.tune.processes import STUDY_VARIABLE, drop_helper, end_processes, guard, start_helper
+from tinyllm_ray.tune.processes import drop_helper, end_processes, guard, start_helper
+from tinyllm_ray.tune.terminal import show_cursor
 
 GRACE_SECONDS = 5.0
 """For a clean end once told to; before the deadline it is a tenth of the budget where that is less."""
@@ -42,6 +42,8 @@ KILL_SECONDS = 1.0
 LATE_SECONDS = 1.5
 """Past the deadline, for everything; with the interpreter's own exit it has to be under 2 s."""
 
+_ONE_WISH_SECONDS = 1.0
+"""The same signal again so soon is the same wish: a job's launcher passes on what Slurm sends to every process."""
 _TICK_SECONDS = 0.1
 _SAY_SECONDS = 0.03
 _IMPORTED_AT = time.monotonic()
@@ -86,7 +88,15 @@ class _Study:
 
     folder: Path
     """Private and node-local."""
-    journal: MirroredJournal | None = None
+    session: str
+    began: float
+    """On time.monotonic; what came before the supervisor itself counts too."""
+    shares: bool
+    """Whether several studies share the budget, so that the seconds of each count from its own begin."""
+    journals: list[MirroredJournal] = field(default_factory=list)
+    """Of the studies that share the budget, one after the other; records go to the last."""
+    whole: MirroredJournal | None = None
+    """Where they share it: one without records in the folder of all, whose helper counts the seconds of all."""
     standing: int = EXIT_NO_RESULT
     verdict: int | None = None
     message: str | None = None
@@ -114,12 +124,12 @@ def supervise(
     is started where the node-local journal cannot be kept.
     """
     started = time.monotonic()
-    study = _Study(private_folder())
     marker = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+    study = _Study(private_folder(), marker, started - request.get("age_seconds", 0.0), bool(request.get("presets")))
     last_call = deadline.earlier_by(min(grace_seconds, max(0.0, deadline.remaining()) / 10))
     with _collected_signals(study.signals):
         keeper = start_helper(guard, marker)
-        child, lines = _start_child(command, request, last_call, marker)
+        child, lines = start_child(command, request, max(0.0, last_call.remaining()), marker)
         try:
             _tell(keeper, child.pid)
             _watch(study, child, lines, last_call, deadline, grace_seconds)
@@ -128,17 +138,22 @@ def supervise(
             survivors = end_processes(
                 marker,
                 child.pid,
-                patience_seconds=min(LEFTOVER_SECONDS, left) if _has_ended(child) else 0.0,
+                patience_seconds=min(LEFTOVER_SECONDS, left) if has_ended(child) else 0.0,
                 limit_seconds=min(DONE_SECONDS, left) + KILL_SECONDS,
             )
             drop_helper(keeper)
+            if study.verdict is None:
+                show_cursor()
             if survivors:
                 _say(f"killed, but not ended by the kernel yet: {', '.join(survivors)}")
         while (messages := lines.read(0)) is not None and deadline.remaining() > -LATE_SECONDS:
-            _receive(study, messages)
+            _receive(study, lines, messages)
         lines.close()
-        mirrored = study.journal is not None and _finish(study.journal, study.signals, deadline)
-    records = (study.journal.target if mirrored else study.journal.path) if study.journal else None
+        behind = [journal for journal in study.journals if not _finish(journal, study.signals, deadline)]
+        if study.whole is not None:
+            study.whole.finish(_patience_seconds(deadline), hurry=lambda: len(study.signals) > 1)
+    lagging, last = next(iter(behind), None), next(reversed(study.journals), None)
+    records = lagging.path if lagging else last.target if last else None
     return Outcome(
         exit_status=_exit_status(study, child.poll(), records),
         cut=study.cut,
@@ -146,7 +161,7 @@ def supervise(
         elapsed_seconds=time.monotonic() - started,
         survivors=tuple(survivors),
         journal=records,
-        mirrored=mirrored,
+        mirrored=bool(study.journals) and not behind,
     )
 
 
@@ -160,8 +175,8 @@ def _watch(
 ) -> None:
     """Until the child has ended by itself or has to be killed."""
     told = False
-    while not _has_ended(child):
-        _receive(study, lines.read(_TICK_SECONDS) or [])
+    while not has_ended(child):
+        _receive(study, lines, lines.read(_TICK_SECONDS) or [])
         if len(study.signals) > 1 or time.monotonic() >= study.kill_at or deadline.remaining() <= 0:
             study.cut |= deadline.remaining() <= 0 and study.verdict is None and not study.signals
             return
@@ -176,15 +191,23 @@ def _watch(
             os.kill(child.pid, signal.SIGTERM)
 
 
-def _receive(study: _Study, messages: list[dict[str, Any]]) -> None:
-    records = []
+def _receive(study: _Study, lines: Lines, messages: list[dict[str, Any]]) -> None:
+    records: dict[int, dict[str, Any]] = {}
     for message in messages:
         match message:
             case {"type": "out", "study": str(identifier), "path": str(path)}:
-                assert study.journal is None, "the study named its OUT twice"
-                study.journal = MirroredJournal(study.folder, identifier, Path(path).absolute())
-            case {"type": "record", "record": dict(record)}:
-                records.append(record)
+                _keep(study, lines, records)
+                records = {}
+                for earlier in study.journals[-1:]:
+                    earlier.close()
+                began = time.monotonic() if study.shares else study.began
+                target = Path(path).absolute()
+                if study.shares and study.whole is None:
+                    name = f"{identifier}-all"
+                    study.whole = MirroredJournal(study.folder, name, target.parent, study.session, study.began)
+                study.journals.append(MirroredJournal(study.folder, identifier, target, study.session, began))
+            case {"type": "record", "number": int(number), "record": dict(record)}:
+                records[number] = record
             case {"type": "standing", "exit_status": int(status)}:
                 study.standing = status
             case {"type": "done", "exit_status": int(status)} if study.verdict is None:
@@ -196,18 +219,27 @@ def _receive(study: _Study, messages: list[dict[str, Any]]) -> None:
                 pass  # the first verdict counts, whatever becomes of the clean-up after it
             case _:
                 raise AssertionError(f"the study sent an unknown message: {message}")
+    _keep(study, lines, records)
+
+
+def _keep(study: _Study, lines: Lines, records: dict[int, dict[str, Any]]) -> None:
     if records:
-        assert study.journal is not None, "the study sent a record before it named its OUT"
-        study.journal.append(records)
+        assert study.journals, "the study sent a record before it named its OUT"
+        study.journals[-1].append(list(records.values()))
+        lines.acknowledge(max(records))
 
 
 def _finish(records: MirroredJournal, signals: list[int], deadline: Deadline) -> bool:
-    seconds = min(DONE_SECONDS, max(0.1, deadline.remaining() + LATE_SECONDS))
-    problem = records.finish(seconds, hurry=lambda: len(signals) > 1)
+    problem = records.finish(_patience_seconds(deadline), hurry=lambda: len(signals) > 1)
     if problem is not None:
         _say(f"{records.target} lags behind: {problem}")
         _say(f"every record is in {records.path}; --resume on this machine takes them over")
     return problem is None
+
+
+def _patience_seconds(deadline: Deadline) -> float:
+    """For the last lines to arrive in OUT."""
+    return min(DONE_SECONDS, max(0.1, deadline.remaining() + LATE_SECONDS))
 
 
 def _exit_status(study: _Study, code: int | None, records: Path | None) -> int:
@@ -229,47 +261,22 @@ def _exit_status(study: _Study, code: int | None, records: Path | None) -> int:
     return EXIT_BUG
 
 
-def _start_child(
-    command: Sequence[str], request: Mapping[str, Any], deadline: Deadline, marker: str
-) -> tuple["subprocess.Popen[bytes]", Lines]:
-    reading, writing = os.pipe()
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)  # which the child inherits
-    try:
-        with tempfile.TemporaryFile() as file:
-            file.write(json.dumps({**request, "budget_seconds": max(0.0, deadline.remaining())}).encode())
-            file.seek(0)
-            descriptors = (file.fileno(), writing)
-            variables = {STUDY_VARIABLE: marker, CHANNEL_VARIABLE: ",".join(map(str, descriptors))}
-            child = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, **variables},
-                pass_fds=descriptors,
-                start_new_session=True,  # the terminal's Ctrl-C reaches the supervisor only
-            )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        os.close(writing)
-    return child, Lines(reading)
-
-
 def _tell(keeper: "subprocess.Popen[bytes]", child: int) -> None:
     assert keeper.stdin is not None
     keeper.stdin.write(b"%d\n" % child)
     keeper.stdin.flush()
 
 
-def _has_ended(child: "subprocess.Popen[bytes]") -> bool:
-    """Without reaping it: its number must stay its own until the study's processes have been found."""
-    return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
 @contextlib.contextmanager
 def _collected_signals(received: list[int]) -> Iterator[None]:
     """SIGINT and SIGTERM are noted instead of acted on; only the main thread may do this, elsewhere nothing changes."""
 
+    heard: dict[int, float] = {}
+
     def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
+        before, heard[number] = heard.get(number, -math.inf), time.monotonic()
+        if heard[number] - before > _ONE_WISH_SECONDS:
+            received.append(number)
 
     previous = {}
     if threading.current_thread() is threading.main_thread():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +22,14 @@ from tinyllm_ray.errors import (
 from tinyllm_ray.records import TrialRecord, read_records
 from tinyllm_ray.search.objective import ObjectiveKind
 from tinyllm_ray.search.space import Space
+from tinyllm_ray.table import table_row
 from tinyllm_ray.tune.budget import SUMMARY, seconds_left
 from tinyllm_ray.tune.channel import STUDY_COMMAND
 from tinyllm_ray.tune.folder import SELECTED, TRIALS
 from tinyllm_ray.tune.page.maker import bring_up_to_date
+from tinyllm_ray.tune.preset_names import study_folders
 from tinyllm_ray.tune.request import PLANNED_RUNS, StudyRequest, check_request
+from tinyllm_ray.tune.several_folder import read_whole, refuse_several
 from tinyllm_ray.tune.supervisor import supervise
 
 if TYPE_CHECKING:
@@ -34,7 +38,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TuneResult:
-    """What a study left; everything can be read again from `out` with `TuneResult.read`."""
+    """What a study left; everything can be read again from `out` with `TuneResult.read`.
+
+    >>> from tinyllm_ray.tune import TuneResult
+    >>> result = TuneResult.read("studies/nano")
+    >>> result.selected in result.records, result.speedup >= 1
+    (True, True)
+    >>> table = result.to_pandas()
+    >>> list(table[["candidate", "fate", "update", "targets_per_second"]].iloc[0])[1:3]
+    ['complete', 'eager']
+    """
 
     out: Path
     summary: dict[str, Any]
@@ -48,6 +61,7 @@ class TuneResult:
     def read(cls, out: str | Path) -> "TuneResult":
         """The result of the study in `out`. Raises ConfigError where there is none, NoResultError without a verdict."""
         folder = Path(out)
+        refuse_several(folder)
         if not (folder / SUMMARY).is_file():
             raise ConfigError(f"{folder}: there is no study here ({SUMMARY} is missing)")
         summary = json.loads((folder / SUMMARY).read_text())
@@ -76,10 +90,10 @@ class TuneResult:
         return speedup["ratio"] if speedup else None
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """A row a trial: candidate, fate, reason, execution settings, throughput, seconds and peak memory."""
+        """A row a trial, with the columns of `tinyllm_ray.table.table_row`."""
         import pandas
 
-        return pandas.DataFrame([flat_record(record) for record in self.records])
+        return pandas.DataFrame([table_row(record) for record in self.records])
 
     def _record(self, figures: dict[str, Any] | None) -> TrialRecord | None:
         """The last record of a candidate, which is the one that counts after a resumption."""
@@ -91,9 +105,13 @@ class TuneResult:
 class Tuner:
     """Finds the fastest execution of a recipe within a time budget.
 
-    >>> from tinyllm_ray.tune import Tuner, load_space
-    >>> result = Tuner(preset="20m", space=load_space("execution"), budget="45m", out="studies/20m").fit()
-    >>> result.config.execution
+    >>> from tinyllm_ray.tune import Space, Tuner
+    >>> short = {"warmup_updates": 1, "windows": 2, "updates_per_window": 2}
+    >>> space = Space(baseline={}, factors={"sdpa_backend": ["auto", "math"]}, protocol=short)
+    >>> tuner = Tuner(preset="nano", space=space, budget="10m", runs=1, out="studies/nano")  # one training is planned
+    >>> result = tuner.fit()
+    >>> result.selected.fate.value, result.config.execution.sdpa_backend in space.factors["sdpa_backend"]
+    ('complete', True)
     """
 
     def __init__(
@@ -109,7 +127,10 @@ class Tuner:
         objective: ObjectiveKind = "training",
         runs: int = PLANNED_RUNS,
         resume: bool = False,
+        retry: Sequence[str] = (),
         address: str | None = None,
+        callbacks: Sequence[Any] | None = None,
+        decisions: str | Path | None = None,
     ) -> None:
         """Everything is checked here, the machine's part in `fit`. Raises ConfigError.
 
@@ -122,7 +143,11 @@ class Tuner:
             protocol: fields of the space's protocol to replace, like {"windows": 5}.
             objective: "training" for the least seconds of all planned trainings, "throughput" for most targets/s.
             runs: trainings planned with the answer; the search ends when it costs more than it saves over them.
+            retry: with `resume`, fates like "failed" to measure again; lost and timed-out candidates always are.
             address: Ray cluster to join; None: $RAY_ADDRESS, else a local one is started.
+            callbacks: Ray Tune's, like `[WandbLoggerCallback(project="tiny")]`, which run in the study's process and
+                hear of every window and record; None writes TensorBoard's event files to `out`/callbacks, [] nothing.
+            decisions: decision file that the answer is added to.
         """
         if preset is not None and config is not None:
             raise ConfigError("preset and config both name a recipe; give one of them")
@@ -142,7 +167,10 @@ class Tuner:
             runs=runs,
             out=str(out),
             resume=resume,
+            retry=list(retry),
             address=address or os.environ.get("RAY_ADDRESS") or None,
+            callbacks=None if callbacks is None else _packed(callbacks),
+            decisions=[Path(decisions)] if decisions else [],
         )
         check_request(self.request)
 
@@ -152,39 +180,60 @@ class Tuner:
         Raises ConfigError for what turns out not to fit the machine or the folder, NoResultError when nothing was
         measured that can be believed, KeyboardInterrupt after Ctrl-C (the folder then holds what was measured).
         """
-        request = self.request
-        deadline = Deadline.after(seconds_left(request.total_seconds, Path(request.out), request.resume))
-        values = self.request.model_dump(mode="json", exclude={"budget_seconds"})
-        outcome = supervise(STUDY_COMMAND, request=values, deadline=deadline)
-        if outcome.mirrored:  # the folder is this study's, and its file system answers
-            bring_up_to_date(Path(request.out), deadline)
-        if outcome.exit_status == EXIT_DONE and outcome.mirrored:
-            return TuneResult.read(self.request.out)
-        if outcome.exit_status == EXIT_DONE:  # reading it might hang, too
-            raise TinyllmRayError(f"{request.out} cannot be read; every record is in {outcome.journal}")
-        message = outcome.message or f"the study ended with status {outcome.exit_status}"
-        if outcome.exit_status == EXIT_USER:
-            raise ConfigError(message)
-        if outcome.exit_status == EXIT_NO_RESULT:
-            raise NoResultError(message)
-        if outcome.exit_status == EXIT_SIGINT:
-            raise KeyboardInterrupt(message)
-        raise TinyllmRayError(message)
+        _fit(self.request)
+        return TuneResult.read(self.request.out)
 
 
-def flat_record(record: TrialRecord) -> dict[str, Any]:
-    """A record as one row of a table."""
-    return {
-        "candidate": record.candidate,
-        "fate": record.fate.value,
-        "reason": record.reason,
-        **record.execution,
-        "targets_per_second": record.targets_per_second,
-        "spread": record.spread,
-        "seconds_per_update": record.seconds_per_update,
-        "first_update_seconds": record.first_update_seconds,
-        "warmup_seconds": record.warmup_seconds,
-        **{f"seconds_{name}": value for name, value in record.seconds.model_dump().items()},
-        **record.memory.model_dump(),
-        "device": record.devices[0].name if record.devices else None,
-    }
+def tune_presets(presets: Sequence[str], **settings: Any) -> dict[str, TuneResult]:
+    """Studies of several recipes within one budget, each beginning with what the earlier ones showed.
+
+    `settings` are Tuner's, without preset and config; `presets` are names or YAML files, the quickest to measure first.
+    The result has those that came to an answer, by the name of their folder in `out`, which also holds the decision
+    file of all. Raises as Tuner and its `fit` do, NoResultError where none came to an answer.
+
+    >>> from pathlib import Path
+    >>> from tinyllm_ray.tune import Space, tune_presets
+    >>> _ = Path("wide.yaml").write_text("{preset: nano, model: {width: 96}}")
+    >>> short = {"warmup_updates": 1, "windows": 2, "updates_per_window": 2}
+    >>> space = Space(baseline={}, factors={"sdpa_backend": ["auto", "math"]}, protocol=short)
+    >>> results = tune_presets(["nano", "wide.yaml"], space=space, budget="20m", runs=1, out="studies/sizes")
+    >>> list(results), results["wide"].config.model.width
+    (['nano', 'wide'], 96)
+    """
+    if isinstance(presets, str) or not presets:
+        raise ConfigError(f'presets: {presets!r} is no list of recipes; give some, like ["20m", "50m"]')
+    request = [Tuner(preset=preset, **settings).request for preset in presets][-1]
+    _fit(request.model_copy(update={"recipe": None, "presets": list(presets)}))
+    studies = read_whole(Path(request.out))["studies"]
+    answered = [one["name"] for one in studies if one["selected"]]
+    return {name: TuneResult.read(Path(request.out) / name) for name in answered}
+
+
+def _fit(request: StudyRequest) -> None:
+    """Run what is requested, under a supervisor; returns where there is an answer that can be read."""
+    out, began = Path(request.out), time.monotonic()
+    deadline = Deadline(began + seconds_left(request.total_seconds, out, request.resume))
+    values = request.model_dump(mode="json", exclude={"budget_seconds"})
+    values["age_seconds"] = time.monotonic() - began
+    outcome = supervise(STUDY_COMMAND, request=values, deadline=deadline)
+    if outcome.mirrored:  # the folder is this study's, and its file system answers
+        for folder in study_folders(out, request.presets):
+            bring_up_to_date(folder, deadline)
+    if outcome.exit_status == EXIT_DONE and outcome.mirrored:
+        return
+    if outcome.exit_status == EXIT_DONE:  # reading it might hang, too
+        raise TinyllmRayError(f"{request.out} cannot be read; every record is in {outcome.journal}")
+    message = outcome.message or f"the study ended with status {outcome.exit_status}"
+    if outcome.exit_status == EXIT_USER:
+        raise ConfigError(message)
+    if outcome.exit_status == EXIT_NO_RESULT:
+        raise NoResultError(message)
+    if outcome.exit_status == EXIT_SIGINT:
+        raise KeyboardInterrupt(message)
+    raise TinyllmRayError(message)
+
+
+def _packed(callbacks: Sequence[Any]) -> dict[str, Any]:
+    from tinyllm_ray.cluster.callbacks import pack_callbacks  # which imports Ray, and only they need it
+
+    return pack_callbacks(callbacks)

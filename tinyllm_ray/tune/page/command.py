@@ -46,7 +46,10 @@ def report_command(arguments: list[str]) -> int:
 
 def _report(out: Path, csv: Path | None, parquet: Path | None) -> int:
     from tinyllm_ray.tune.page.write import read_study, write_page
+    from tinyllm_ray.tune.several_folder import PRESETS
 
+    if (out / PRESETS).is_file():
+        return _report_several(out, csv or parquet)
     records, _ = read_study(out)
     if csv is not None or parquet is not None:
         from tinyllm_ray.tune.page.export import write_csv, write_parquet
@@ -60,6 +63,22 @@ def _report(out: Path, csv: Path | None, parquet: Path | None) -> int:
     except OSError as error:
         raise ConfigError(f"{out}: the page cannot be written there: {error.strerror}") from None
     say(f"{page}: {page.stat().st_size / 1000:.0f} kB")
+    return EXIT_DONE
+
+
+def _report_several(out: Path, table: Path | None) -> int:
+    """The list of studies that share a budget, and each one's page."""
+    from tinyllm_ray.tune.page.index import write_index
+    from tinyllm_ray.tune.page.write import write_page
+    from tinyllm_ray.tune.several_folder import begun_studies
+
+    if table is not None:
+        raise ConfigError(f"{out} holds several studies; name one of its folders for {table}")
+    try:
+        for page in [*map(write_page, begun_studies(out)), write_index(out)]:
+            say(f"{page}: {page.stat().st_size / 1000:.0f} kB")
+    except OSError as error:
+        raise ConfigError(f"{out}: the pages cannot be written there: {error.strerror}") from None
     return EXIT_DONE
 
 

@@ -10,7 +10,7 @@ import pyarrow.parquet
 
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.records import TrialRecord
-from tinyllm_ray.tune.tuner import flat_record
+from tinyllm_ray.table import table_row
 
 
 def write_csv(records: Iterable[TrialRecord], path: Path) -> None:
@@ -24,11 +24,8 @@ def write_parquet(records: Iterable[TrialRecord], path: Path) -> None:
 
 
 def table(records: Iterable[TrialRecord]) -> Any:
-    """A pyarrow Table: the columns of `TuneResult.to_pandas` and what tells trials of one candidate apart."""
-    rows = [
-        {"study": one.study, "purpose": one.purpose, "round": one.round, "timestamp": one.timestamp, **flat_record(one)}
-        for one in records
-    ]
+    """A pyarrow Table with the columns of `TuneResult.to_pandas`."""
+    rows = [table_row(record) for record in records]
     names = dict.fromkeys(name for row in rows for name in row)
     return pyarrow.table({name: _column([row.get(name) for row in rows]) for name in names})
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from tinyllm_ray.records import Fate, TrialRecord
+from tinyllm_ray.search.controls import Controls
 from tinyllm_ray.search.device_blocks import Control, DeviceBlocks, DeviceSpeed
 from tinyllm_ray.search.noise import spread_of
 from tinyllm_ray.search.pairs import CAUTIOUS_SPREAD
@@ -189,11 +190,25 @@ def memory_bytes(record: TrialRecord) -> int | None:
     return max(known, default=None)
 
 
+def levelled(
+    records: Sequence[TrialRecord], searched: Sequence[TrialRecord], baseline: TrialRecord | None
+) -> list[TrialRecord]:
+    """The search's records as on one device, as far as the controls among all `records` tell."""
+    controls = Controls(baseline.execution_identity if baseline else "")
+    for record in records:
+        if record.purpose != "verification":
+            controls.hear(record)
+    return controls.levelled(searched)
+
+
 def device_speeds(records: Sequence[TrialRecord]) -> tuple[DeviceSpeed, ...]:
-    """The devices as their controls show them; none where no control was measured."""
-    controls = [
-        Control(device_label(one.devices[0] if one.devices else None), one.timestamp, one.targets_per_second)
-        for one in records
-        if one.purpose == "control" and one.targets_per_second and one.fate == Fate.COMPLETE
+    """The devices as their controls and the baseline's own record show them; none where no control was measured."""
+    names = {one.execution_identity for one in records if one.purpose == "control"}
+    measured = [
+        one for one in records if one.execution_identity in names and one.purpose != "verification" and believed(one)
     ]
-    return tuple(DeviceBlocks(controls, spread_of(records)).speeds()) if controls else ()
+    controls = [
+        Control(device_label(one.devices[0] if one.devices else None), one.timestamp, one.targets_per_second or 0.0)
+        for one in measured
+    ]
+    return tuple(DeviceBlocks(controls, spread_of(measured)).speeds()) if controls else ()

@@ -75,6 +75,7 @@ def page_data(records: Sequence[TrialRecord], summary: Mapping[str, Any]) -> Stu
     labels = {name: str(row["label"]) for name, row in rows.items()}
     candidates = [_candidate(name, rows.get(name), by_name.get(name), roles, baseline) for name in rows | by_name]
     complete = [record for record in searched if findings.believed(record)]
+    level = findings.levelled(records, searched, baseline)
     speedup = findings.speedup(records, baseline, selected, summary)
     spent = spending(records, summary)
     devices = int(summary.get("gpus") or summary.get("nodes") or max(1, len(spent.sums)))
@@ -90,14 +91,14 @@ def page_data(records: Sequence[TrialRecord], summary: Mapping[str, Any]) -> Stu
             spent.elapsed_seconds, devices, baseline, selected, speedup.shown if speedup else None
         ),
         spending=spent,
-        factors=findings.factors(searched),
+        factors=findings.factors(level),
         kernel_times=findings.kernel_times(baseline, selected),
         kernels=tuple((selected.kernels or ()) if selected else ()),
         memory=tuple((point, size) for point, size in points if size),
         memory_total=max((one.memory.total_bytes for one in records if one.memory.total_bytes), default=None),
         devices=findings.device_speeds(records),
         device_names=tuple(spent.sums),
-        winners=findings.winners(complete, baseline),
+        winners=findings.winners([one for one in level if findings.believed(one)], baseline),
         candidates=tuple(candidates),
         rounds=_rounds(records, by_name),
         environment=flat(environment),
@@ -136,7 +137,7 @@ def _candidate(
         reason=(record.reason if record else (row or {}).get("detail")) or "",
         role=", ".join(role for role, own in roles.items() if own == name),
         targets_per_second=rate,
-        versus_baseline=rate / base if rate and base else None,
+        versus_baseline=(row or {}).get("versus_baseline") or (rate / base if rate and base else None),
         spread=record.spread if record else None,
         seconds=record.seconds.total if record else (row or {}).get("seconds"),
         evidence=tuple(_evidence(record)) if record else (),

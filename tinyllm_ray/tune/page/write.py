@@ -15,6 +15,7 @@ from tinyllm_ray.tune.folder import DEFINITION, TRIALS
 from tinyllm_ray.tune.page import charts, text
 from tinyllm_ray.tune.page.study import StudyPage, page_data
 from tinyllm_ray.tune.page.svg import drawing_settings
+from tinyllm_ray.tune.several_folder import refuse_several
 
 REPORT: Final = "report.html"
 
@@ -42,6 +43,7 @@ def write_page(out: Path) -> Path:
 
 def read_study(out: Path) -> tuple[list[TrialRecord], dict[str, Any]]:
     """Records and summary, which is empty where a study was cut before its first. Raises as `write_page` does."""
+    refuse_several(out)
     if not any((out / name).is_file() for name in (DEFINITION, TRIALS, SUMMARY)):
         raise ConfigError(f"{out}: there is no study here (neither {DEFINITION} nor {TRIALS} nor {SUMMARY})")
     try:

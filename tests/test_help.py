@@ -1,0 +1,94 @@
+"""Every command's --help teaches by examples, and every example is one that the command takes."""
+
+import argparse
+import importlib
+import pkgutil
+import re
+import shlex
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, NoReturn
+
+import pytest
+
+import tinyllm_ray
+from tinyllm_ray.cluster.launch import program as job_program
+
+EXAMPLE = re.compile(r"^  (python -m tinyllm_ray\.\w+(?:[^\\\n]|\\\n)*)", re.MULTILINE)
+
+
+def programs() -> list[str]:
+    """The package's modules that are run."""
+    found = [module.name for module in pkgutil.walk_packages(tinyllm_ray.__path__, "tinyllm_ray.") if module.ispkg]
+    names = [name for name in found if importlib.util.find_spec(f"{name}.__main__")]
+    assert len(names) >= 4
+    return names
+
+
+def main_of(program: str) -> ModuleType:
+    return importlib.import_module(f"{program}.__main__")
+
+
+def commands() -> Iterator[tuple[str, ...]]:
+    """Each program, and each command of it, as the words after `python -m`."""
+    for program in programs():
+        yield (program,)
+        main = main_of(program)
+        for action in main.build_parser()._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                yield from ((program, name) for name in action.choices)
+        yield from ((program, name) for name in getattr(main, "COMMANDS", {}))
+
+
+def help_of(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main_of(words[0]).main([*words[1:], "--help"])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def examples(text: str) -> list[list[str]]:
+    """Program and arguments of each."""
+    return [shlex.split(found[1].replace("\\\n", " "))[2:] for found in EXAMPLE.finditer(text)]
+
+
+class Parsed(Exception):
+    """The command would begin now."""
+
+
+@pytest.fixture
+def stops_once_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(self: argparse.ArgumentParser, *arguments: Any, **named: Any) -> NoReturn:
+        parse(self, *arguments, **named)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+
+
+@pytest.mark.parametrize("words", list(commands()), ids=" ".join)
+def test_help_shows_examples_that_parse(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    text = help_of(words, capsys)
+    assert "examples:" in text
+    shown = examples(text.partition("examples:")[2])
+    own = [line for line in shown if tuple(line[: len(words)]) == words]
+    assert own, f"no example of {' '.join(words)} itself"
+    request.getfixturevalue("stops_once_parsed")
+    for program, *arguments in shown:
+        with pytest.raises(Parsed):
+            main_of(program).main(arguments)
+        if "--" in arguments:  # a command that a job runs
+            job = job_program(arguments[arguments.index("--") + 1 :])
+            assert job[0] == "-m"
+            with pytest.raises(Parsed):
+                main_of(job[1]).main(job[2:])
+
+
+def test_the_examples_of_one_command_are_those_of_its_name() -> None:
+    from tinyllm_ray.command import examples_of
+
+    epilog = "examples:\n  python -m p one X\n      first\n  python -m p two one\n  python -m p one\n\nexit status: 0"
+    assert examples_of(epilog, "one") == "examples:\n  python -m p one X\n      first\n  python -m p one"

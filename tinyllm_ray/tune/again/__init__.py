@@ -1,0 +1,1 @@
+"""What is measured again after a study: one of its candidates (`tune rerun`), or its decision (`tune validate`)."""
