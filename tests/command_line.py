@@ -27,3 +27,10 @@ baseline: {micro_batch_size: 8, cpu_threads: 1}
 factors: {micro_batch_size: [4, 8], sdpa_backend: [auto, math]}
 protocol: {warmup_updates: 1, windows: 2, updates_per_window: 2}
 """
+
+# Of any recipe, a study that ends after its baseline.
+ONE_CANDIDATE = """
+baseline: {micro_batch_size: 8, update: eager}
+factors: {micro_batch_size: [8]}
+protocol: {warmup_updates: 1, windows: 1, updates_per_window: 1}
+"""

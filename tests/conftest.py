@@ -1,4 +1,5 @@
-"""Which tests run (`slow` and `slurm` with the option of that name, `gpu` on a CUDA device), and what they share."""
+"""Which tests run (`slow` and `slurm` with the option of that name, `gpu` and `browser` where there is one), and what
+they share."""
 
 import os
 import shutil
@@ -9,10 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from browsers import find_chromium
 from command_line import TINY_RECIPE, TINY_SPACE, Finished, RunModule
+from hypothesis import HealthCheck, settings
 from small_caches import MakeCache, write_cache
 
 from tinyllm_ray.data.cache import TokenCache
+
+# Hypothesis fails an example that takes 200 ms, as one that waits for the disk of a busy machine may.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 def pytest_configure() -> None:
@@ -34,9 +41,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if gpu_items and not _has_gpu():
         for item in gpu_items:
             item.add_marker(needs_gpu)
-    if why := _no_slurm(config):
-        for item in items:
-            if item.get_closest_marker("slurm"):
+    for marker, why in (("slurm", _no_slurm(config)), ("browser", _no_browser())):
+        for item in items if why else ():
+            if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=why))
     if not config.getoption("--slow"):
         for item in items:
@@ -55,6 +62,10 @@ def _no_slurm(config: pytest.Config) -> str | None:
     done = subprocess.run([script, "check"], text=True, capture_output=True, check=False)
     words = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
     return f"no namespaces for the nodes of a Slurm: {words[-1]}" if done.returncode else None
+
+
+def _no_browser() -> str | None:
+    return None if find_chromium() else "no Chromium: apt-get install chromium"
 
 
 def _has_gpu() -> bool:

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from tinyllm_ray.config import (
     Config,
     EvaluationConfig,
-    default_micro_batch_size,
     identity,
     load,
     preset_names,
     validate,
 )
 from tinyllm_ray.errors import EXIT_USER, ConfigError
+from tinyllm_ray.execution import default_micro_batch_size
 from tinyllm_ray.sections import ModelConfig, OptimizerConfig, TrainingConfig
 
 # Every field of a section, with a value that is not nano's and keeps the configuration valid.

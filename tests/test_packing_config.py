@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from tinyllm_ray.config import Config, default_packed_backward, load
+from tinyllm_ray.config import Config, load
 from tinyllm_ray.errors import EXIT_USER, ConfigError
+from tinyllm_ray.execution import default_packed_backward
 from tinyllm_ray.sections import PackingConfig
 
 MIXED = ["packing.models=4", "packing.topology=one_peer_ring", "packing.scheme=awc"]

@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from command_line import ONE_CANDIDATE
 
 import tinyllm_ray.cluster.__main__ as cluster_command
 import tinyllm_ray.data.__main__ as data_command
@@ -97,13 +98,14 @@ def test_presets_and_spaces_named_in_it_exist() -> None:
 
 def test_the_python_example_runs(built_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (code,) = blocks("python")
-    assert 'budget="3m"' in code
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv(CACHE_VARIABLE, str(built_root))
     names: dict = {}
-    # With one training planned a measurement beside the baseline saves nothing, however slow this machine is.
-    exec(compile(code.replace('budget="3m"', 'budget="3m", runs=1'), "README.md", "exec"), names)
+    assert 'load_space("smoke")' in code
+    # The space it names would take all of its three minutes.
+    (tmp_path / "one.yaml").write_text(ONE_CANDIDATE)
+    exec(compile(code.replace('load_space("smoke")', 'load_space("one.yaml")'), "README.md", "exec"), names)
     result = names["result"]
     assert isinstance(result, TuneResult)
     assert result.baseline == result.records[0]

@@ -7,6 +7,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from command_line import ONE_CANDIDATE
 
 from tinyllm_ray.config import preset_names
 
@@ -29,59 +30,49 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return interpreter
 
 
-def test_it_holds_its_data_and_not_the_tests(python: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def environment() -> dict[str, str]:
+    """As a user has it: nothing of this checkout is on the path, and no cluster is running."""
+    return {name: value for name, value in os.environ.items() if name not in {"RAY_ADDRESS", "PYTHONPATH"}}
+
+
+def test_it_holds_its_data_and_not_the_tests(python: Path, environment: dict[str, str], tmp_path: Path) -> None:
     code = (
-        "import tinyllm_ray, importlib.util as u; from tinyllm_ray.config import preset_names;"
-        "from tinyllm_ray.search.space import space_names; print(tinyllm_ray.__file__); print(preset_names());"
-        "from tinyllm_ray.cluster.site import shipped_files; print(space_names()); print(sorted(shipped_files()));"
+        "import tinyllm_ray, importlib.util as u; from tinyllm_ray.config import load, preset_names;"
+        "from tinyllm_ray.search.space import load_space, space_names; print(tinyllm_ray.__file__);"
+        "print([name for name in preset_names() if load(name)]);"
+        "print([name for name in space_names() if load_space(name)]);"
+        "from tinyllm_ray.cluster.site import shipped_files; print(sorted(shipped_files()));"
         "print(u.find_spec('tests'))"
     )
-    lines = subprocess.run([python, "-c", code], cwd=tmp_path, check=True, text=True, capture_output=True).stdout
-    file, presets, spaces, cluster, tests = lines.splitlines()
+    command = [python, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, check=True, text=True, capture_output=True)
+    file, presets, spaces, cluster, tests = done.stdout.splitlines()
     assert Path(file).is_relative_to(python.parents[1])
     assert presets == str(preset_names())
     assert spaces == "['execution', 'packed', 'smoke']"
-    assert cluster == "['gh200.yaml', 'local_slurm.sh', 'ray_cluster.sbatch']"
+    assert cluster == str(sorted(path.name for path in (ROOT / "cluster").iterdir()))
     assert tests == "None"
 
 
-def test_it_submits_jobs_from_an_empty_folder(python: Path, tmp_path: Path) -> None:
-    command = [
-        python,
-        "-m",
-        "tinyllm_ray.cluster",
-        "submit",
-        "--site",
-        "gh200",
-        "--dry-run",
-        "--",
-        "tune",
-        "--budget",
-        "9m",
-    ]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+def test_it_submits_jobs_from_an_empty_folder(python: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    arguments = ["submit", "--site", "gh200", "--dry-run", "--", "tune", "--budget", "9m"]
+    command = [python, "-m", "tinyllm_ray.cluster", *arguments]
     done = subprocess.run(command, cwd=tmp_path, env=environment, check=True, text=True, capture_output=True)
     assert "#SBATCH --partition=gh200" in done.stdout
 
 
-def test_the_main_job_runs_from_an_empty_folder(python: Path, built_root: Path, tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name not in {"RAY_ADDRESS", "PYTHONPATH"}}
+def test_the_main_job_runs_from_an_empty_folder(
+    python: Path, environment: dict[str, str], built_root: Path, tmp_path: Path
+) -> None:
+    space = tmp_path / "space.yaml"
+    space.write_text(ONE_CANDIDATE)
+    empty = tmp_path / "empty"
+    empty.mkdir()
     environment["TINYLLM_RAY_CACHE"] = str(built_root)
-    command = [
-        python,
-        "-m",
-        "tinyllm_ray.tune",
-        "--budget",
-        "3m",
-        "--runs",
-        "1",
-        "--windows",
-        "1",
-        "--updates-per-window",
-        "1",
-    ]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, text=True, stderr=subprocess.PIPE, check=False)
+    command = [python, "-m", "tinyllm_ray.tune", "--budget", "3m", "--space", space]
+    done = subprocess.run(command, cwd=empty, env=environment, text=True, stderr=subprocess.PIPE, check=False)
     assert done.returncode == 0, done.stderr
-    (study,) = (tmp_path / "studies").iterdir()
+    (study,) = (empty / "studies").iterdir()
     assert {"selected.yaml", "summary.json", "trials.jsonl", "candidates"} <= {path.name for path in study.iterdir()}
     assert f"next: python -m tinyllm_ray.train --config studies/{study.name}/selected.yaml" in done.stderr

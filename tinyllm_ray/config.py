@@ -19,7 +19,14 @@ from typing import Any, Self
 from pydantic import SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
 
 from tinyllm_ray.errors import ConfigError
-from tinyllm_ray.execution import CUDA_GRAPH_MODES, EvaluationExecutionConfig, ExecutionConfig, PackedBackward
+from tinyllm_ray.execution import (
+    CUDA_GRAPH_MODES,
+    EvaluationExecutionConfig,
+    ExecutionConfig,
+    PackedBackward,
+    default_micro_batch_size,
+    default_packed_backward,
+)
 from tinyllm_ray.promise import Promise
 from tinyllm_ray.sections import (
     DataConfig,
@@ -33,11 +40,6 @@ from tinyllm_ray.sections import (
 )
 from tinyllm_ray.validation import explain
 from tinyllm_ray.yamlfile import dump_yaml, parse_yaml, read_mapping
-
-DEFAULT_MICRO_BATCH_SIZES = (32, 16, 8)
-
-_ONE_BY_ONE_ROWS = 32
-"""Rows of a micro-batch from which one model's matrix products fill a GPU: packing them gains nothing (20m, H200)."""
 
 
 class Config(Section):
@@ -202,16 +204,6 @@ class Config(Section):
 
     def to_yaml(self) -> str:
         return dump_yaml(self.model_dump(mode="json"))
-
-
-def default_micro_batch_size(rows: int) -> int:
-    """The largest of 32, 16, 8 that divides `rows`, else all of them in one."""
-    return next((size for size in DEFAULT_MICRO_BATCH_SIZES if rows % size == 0), rows)
-
-
-def default_packed_backward(micro_batch_size: int) -> PackedBackward:
-    """One by one where a micro-batch of one model is large enough to fill a device, else all models at once."""
-    return "one_by_one" if micro_batch_size >= _ONE_BY_ONE_ROWS else "at_once"
 
 
 def decimal(number: float) -> Fraction:

@@ -25,6 +25,11 @@ HOST_KEYS = frozenset({"cpu_threads", "prefetch_depth"})
 CPU_SDPA_BACKENDS = ("auto", "flash", "math")
 """PyTorch has no CPU kernels for the cuDNN and memory-efficient backends and raises when only those are allowed."""
 
+DEFAULT_MICRO_BATCH_SIZES = (32, 16, 8)
+
+_ONE_BY_ONE_ROWS = 32
+"""Rows of a micro-batch from which one model's matrix products fill a GPU: packing them gains nothing (20m, H200)."""
+
 
 class ExecutionConfig(Section):
     """How an update runs on the machine; none of it changes what is learned."""
@@ -102,6 +107,16 @@ def needs_gpu(key: str, value: object) -> bool:
 def options_of(key: str) -> tuple[str, ...]:
     """The values of an execution setting that names one of several."""
     return get_args(ExecutionConfig.model_fields[key].annotation)
+
+
+def default_micro_batch_size(rows: int) -> int:
+    """The largest of 32, 16, 8 that divides `rows`, else all of them in one."""
+    return next((size for size in DEFAULT_MICRO_BATCH_SIZES if rows % size == 0), rows)
+
+
+def default_packed_backward(micro_batch_size: int) -> PackedBackward:
+    """One by one where a micro-batch of one model is large enough to fill a device, else all models at once."""
+    return "one_by_one" if micro_batch_size >= _ONE_BY_ONE_ROWS else "at_once"
 
 
 class EvaluationExecutionConfig(Section):

@@ -38,9 +38,9 @@ from typing import Any
 import numpy as np
 from update_probe import configuration
 
-from tinyllm_ray.config import default_micro_batch_size
 from tinyllm_ray.data.prepare import default_cache
 from tinyllm_ray.errors import ConfigError
+from tinyllm_ray.execution import default_micro_batch_size
 from tinyllm_ray.measure.environment import collect_environment, source_identity
 from tinyllm_ray.measure.kernels import by_category
 from tinyllm_ray.records import KernelTime

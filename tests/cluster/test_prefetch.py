@@ -83,7 +83,7 @@ def test_trials_share_their_nodes_reads_and_outlive_its_server(
         assert _listens(servers)
         actor = _actor(servers)
     with pytest.raises(ray.exceptions.RayActorError):  # killed on leaving, so waiting for it ends
-        ray.get(actor.statistics.remote(), timeout=60)
+        ray.get(actor.statistics.remote(), timeout=240)
     while _listens(servers):  # Ray tells of the end a moment before the process is gone
         threading.Event().wait(0.01)
 
@@ -99,7 +99,7 @@ def _statistics(servers: str) -> dict[str, Any]:
     """Of this node's actor, waiting for its start or restart."""
     while True:
         try:
-            found: dict[str, Any] = ray.get(_actor(servers).statistics.remote(), timeout=60)
+            found: dict[str, Any] = ray.get(_actor(servers).statistics.remote(), timeout=240)
             return found
         except ray.exceptions.ActorUnavailableError:  # it restarts
             threading.Event().wait(0.05)

@@ -33,7 +33,7 @@ def run(script: str, folder: Path, *arguments: str) -> list[str]:
     return done.stdout.split("\0")[:-1]
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(words=st.lists(PRINTABLE | NASTY, max_size=6), launch=st.lists(PRINTABLE | NASTY, max_size=3))
 def test_every_word_arrives_as_it_was_given(python: Path, words: list[str], launch: list[str]) -> None:
     script = render(TEMPLATE, Request(["tune", *words], {"nodes": "2"}, python=str(python), launch=launch))

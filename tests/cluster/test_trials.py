@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import ray
-from command_line import RunModule
+from command_line import ONE_CANDIDATE, RunModule
 from scripted_driver import ScriptedDriver, tiny_request
 
 from tinyllm_ray.cluster.connect import Connection, connect
@@ -77,7 +77,8 @@ def test_a_killed_actor_costs_its_candidate_only(connection: Connection, tmp_pat
 def test_a_study_joins_a_running_cluster_and_leaves_it_running(
     connection: Connection, run_module: RunModule, tiny: Path, tmp_path: Path
 ) -> None:
-    arguments = ("--config", tiny / "recipe.yaml", "--space", tiny / "space.yaml", "--address", connection.address)
+    (tmp_path / "one.yaml").write_text(ONE_CANDIDATE)
+    arguments = ("--config", tiny / "recipe.yaml", "--space", "one.yaml", "--address", connection.address)
     done = run_module("tinyllm_ray.tune", "--budget", "100s", *arguments, "--out", "joined", cwd=tmp_path)
     assert done.status == 0, done.output
     assert f"Ray joined at {connection.address}" in done.output

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tinyllm_ray.data import corpus, prepare
-from tinyllm_ray.data.cache import unigram_level
 from tinyllm_ray.data.loader import RowLoader
 from tinyllm_ray.data.prepare import CACHE_VARIABLE, cache_root, default_cache
+from tinyllm_ray.data.unigram import unigram_level
 from tinyllm_ray.errors import ConfigError
 
 ASK = "from tinyllm_ray.data.prepare import default_cache; print(default_cache())"

@@ -24,7 +24,7 @@ def interleaved(cache, seeds, **options):
     return InterleavedLoader(seeds, lambda seed: loader_of(cache, seed, **options))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seeds=st.lists(st.integers(0, 3), min_size=1, max_size=4),
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6),
@@ -109,7 +109,7 @@ def test_a_batch_with_more_of_an_order_than_a_pass_is_refused(counting_cache):
         loader.next(2 * ROWS)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(models=st.integers(1, 5), rows=st.integers(1, 4), start=st.integers(0, 30), seed=st.integers(0, 3))
 def test_mixed_models_are_dealt_every_nth_row_of_one_order_and_none_twice(counting_cache, models, rows, start, seed):
     """As the trainer deals them: batches of one loader, of which model i has row i, N + i, 2 N + i, ..."""

@@ -177,7 +177,7 @@ class Stop(Exception):
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 200)), max_size=4), st.integers(1, 40))
 @example([(1, 20), (1, 100), (1, 40)], 3)
 @example([(2, 100), (1, 1), (3, 10)], 5)
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 def test_wherever_sessions_end_the_bytes_are_the_same(tokenizer, tmp_path_factory, sessions, shard_tokens):
     """Shards shorter and longer than batches, and batches of another size every time."""
     folder = tmp_path_factory.mktemp("sessions")
@@ -218,7 +218,6 @@ def test_long_documents_are_encoded_in_pieces_to_the_same_tokens(tokenizer, monk
 
 
 @given(st.text(alphabet=" ab'1\n\té世.", max_size=80))
-@settings(deadline=None)
 def test_pieces_change_no_token(tokenizer, text):
     whole = encode(tokenizer, [text.encode()])
     with pytest.MonkeyPatch.context() as patch:
@@ -275,7 +274,7 @@ def test_tokenizers_that_cannot_serve_are_refused(tmp_path):
         open_tokenizer(tmp_path)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(parts=st.lists(st.integers(0, 40), max_size=8), shard_tokens=st.integers(1, 30))
 def test_shards_are_cut_wherever_the_tokens_came_apart(tmp_path_factory, parts, shard_tokens):
     folder = tmp_path_factory.mktemp("shards")

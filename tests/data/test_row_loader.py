@@ -69,7 +69,7 @@ def test_a_pass_has_every_row_once_and_the_next_another_order(counting_cache, ca
     assert "pass 3" not in caplog.text
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     shards_per_range=st.integers(1, 12),
     read_ahead=st.integers(0, 3),
@@ -235,7 +235,7 @@ def test_too_few_rows_are_refused(counting_cache):
         RowLoader(counting_cache, "test", context=10, seed=1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(tokens=st.integers(2, 1005), context=st.integers(1, 40), rows=st.integers(1, 9))
 def test_validation_has_every_target_once(counting_cache, tokens, context, rows):
     cache = PrefixCache(counting_cache, tokens)

@@ -8,7 +8,7 @@ import os
 
 import pyarrow
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
@@ -104,7 +104,6 @@ def test_byte_order_marks_and_line_ends_are_normalised_in_files(tmp_path, block,
 
 
 @given(st.text(alphabet="a\r\nü\ufeff", max_size=20), st.integers(1, 5))
-@settings(deadline=None)
 def test_line_ends_are_those_of_python(tmp_path_factory, text, block):
     path = put(tmp_path_factory.mktemp("text") / "a.txt", text.encode())
     expected = path.read_text(encoding="utf-8-sig")

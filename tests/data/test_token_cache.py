@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinyllm_ray.data.cache import MANIFEST, open_cache, token_dtype, unigram_level
+from tinyllm_ray.data.cache import MANIFEST, open_cache, token_dtype
+from tinyllm_ray.data.unigram import unigram_level
 from tinyllm_ray.errors import ConfigError
 
 
@@ -100,7 +101,7 @@ def test_opening_reads_no_tokens(make_cache):
     assert open_cache(cache.folder).tokens("train") == 50
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_reading_crosses_shards(counting_cache, data):
     start = data.draw(st.integers(0, 1005))
@@ -150,8 +151,9 @@ class Refuse:
             raise ImportError(name)
 
 sys.meta_path.insert(0, Refuse())
-from tinyllm_ray.data.cache import open_cache, unigram_level
+from tinyllm_ray.data.cache import open_cache
 from tinyllm_ray.data.loader import RowLoader, validation_batches
+from tinyllm_ray.data.unigram import unigram_level
 
 cache = open_cache(sys.argv[1])
 with RowLoader(cache, context=10, seed=1) as loader:

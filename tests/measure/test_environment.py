@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -89,7 +88,7 @@ def test_the_gpus_by_nvidia_smi(commands: Path) -> None:
     [
         ("#!/bin/sh\necho NVIDIA-SMI has failed\nexit 9\n", "status 9: NVIDIA-SMI has failed"),
         ("#!/bin/sh\necho no driver >&2\nexit 1\n", "status 1: no driver"),
-        ("#!/bin/sh\nexec sleep 60\n", "no answer within"),
+        ("#!/bin/sh\nexec sleep 1000\n", "no answer within"),
         ("#!/nowhere/sh\n", "No such file"),
         ("\x00\x01", "Exec format error"),
     ],
@@ -99,10 +98,8 @@ def test_a_failing_command_is_named_and_stops_nothing(
 ) -> None:
     monkeypatch.setattr(environment, "_PROBE_SECONDS", 0.5)
     command(commands, "nvidia-smi", script)
-    command(commands, "sleep", f"#!{sys.executable}\nimport time\ntime.sleep(60)\n")
-    begin = time.monotonic()
+    command(commands, "sleep", f"#!{sys.executable}\nimport time\ntime.sleep(1000)\n")
     found = collect_environment()
-    assert time.monotonic() - begin < 20
     assert found["gpus"] is None
     assert problem in found["problems"]["gpus"]
     assert found["cpu"]["usable_cores"] >= 1

@@ -68,7 +68,7 @@ def test_a_file_that_grew(copy: Path, name: str) -> None:
         open_checkpoint(copy)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), name=st.sampled_from(NAMES[:2]))
 def test_a_flipped_bit_anywhere(saved: Path, where: float, bit: int, name: str) -> None:
     path = saved / name
@@ -84,7 +84,7 @@ def test_a_flipped_bit_anywhere(saved: Path, where: float, bit: int, name: str) 
         path.write_bytes(data)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_a_flipped_bit_of_the_manifest_never_changes_what_it_says(saved: Path, where: float, bit: int) -> None:
     path = saved / "checkpoint.json"

@@ -213,7 +213,7 @@ class TestPrune:
     def test_a_run_without_checkpoints_has_nothing_to_remove(self, tmp_path: Path) -> None:
         assert prune(tmp_path, 1) == prune(tmp_path / "gone", 1) == []
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(
         states=st.dictionaries(st.integers(0, 12), st.sampled_from(["intact", "flipped", "half", "empty"]), max_size=7),
         keep=st.none() | st.integers(1, 4),

@@ -164,7 +164,7 @@ def test_a_parent_that_ends_without_closing_waits_for_none(tiny: MakeConfig, tmp
     recipe, program = tmp_path / "pack.yaml", tmp_path / "parent.py"
     recipe.write_text(pack(tiny, APART, **PROCESSES).to_yaml())
     program.write_text(PARENT.replace("    while True:\n", "    for _ in range(2):\n"))
-    done = subprocess.run([sys.executable, str(program), str(recipe)], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, str(program), str(recipe)], capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout.count("stepped")) == (0, 2), done.stderr
     assert not any(alive(int(pid)) for pid in done.stdout.split("\n")[0].split())
 
@@ -186,7 +186,7 @@ def test_a_signal_to_the_whole_group_ends_a_run_in_order(
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
     os.killpg(process.pid, number)
-    _, errors = process.communicate(timeout=100)
+    _, errors = process.communicate(timeout=240)
     assert (process.returncode, "Traceback" in errors) == (128 + number, False), errors
     result = read_json(out / "result.json")
     assert (result["status"], result["signal"]) == ("interrupted", number)

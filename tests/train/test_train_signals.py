@@ -52,7 +52,7 @@ def start(config: Config, out: Path, monkeypatch: pytest.MonkeyPatch, *arguments
 def end(process: subprocess.Popen[str], number: Signals) -> tuple[int, str]:
     process.send_signal(number)
     try:
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=240)
     finally:
         process.kill()
     assert "Traceback" not in errors
@@ -193,7 +193,7 @@ def test_a_reader_that_goes_away_ends_no_training(
     process.stderr.close()
     wait(process, out, training)
     process.send_signal(SIGTERM)
-    assert process.wait(timeout=60) == 143
+    assert process.wait(timeout=240) == 143
     assert read_json(out / "result.json")["status"] == "interrupted"
 
 

@@ -1,5 +1,6 @@
 """The main job from its command line: a real study over real Ray on real tokens, and a training with its answer."""
 
+import html
 import json
 import os
 import signal
@@ -18,6 +19,11 @@ from tinyllm_ray.data.prepare import CACHE_VARIABLE
 from tinyllm_ray.records import Fate, TrialRecord, read_records
 
 BUDGET_SECONDS = 120
+TWO_CANDIDATES = """
+baseline: {micro_batch_size: 8, cpu_threads: 1}
+factors: {micro_batch_size: [4, 8]}
+protocol: {warmup_updates: 1, windows: 1, updates_per_window: 1}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +54,7 @@ def test_it_ends_inside_the_budget_and_says_so(summary: dict) -> None:
 
 
 def test_its_page_is_that_of_the_study_at_its_end(study: tuple[Path, Finished], summary: dict) -> None:
-    page = (study[0] / "report.html").read_text()
+    page = html.unescape((study[0] / "report.html").read_text())
     assert f"Ended: {summary['ended']}" in page
     assert all(row["label"] in page for row in summary["candidates"])
     assert f"{summary['selected']['targets_per_second']:,.0f} targets/s" in page
@@ -157,7 +163,8 @@ def test_a_resumption_without_budget_left_is_refused_at_once(
 
 def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(built_root: Path, tiny: Path) -> None:
     command = [sys.executable, "-m", "tinyllm_ray.tune", "--budget", "150s", "--out", "broken"]
-    command += ["--config", "recipe.yaml", "--space", "space.yaml", "--runs", "40"]
+    command += ["--config", "recipe.yaml", "--space", "two.yaml", "--runs", "40"]
+    (tiny / "two.yaml").write_text(TWO_CANDIDATES)
     environment = os.environ | {CACHE_VARIABLE: str(built_root)}
     records_file = tiny / "broken" / "trials.jsonl"
     begin = time.monotonic()
@@ -276,6 +283,6 @@ def test_ctrl_c_at_any_moment_is_one_line_and_status_130(built_root: Path, tmp_p
         time.sleep(0.01)
     time.sleep(seconds)
     study.send_signal(signal.SIGINT)
-    _, said = study.communicate(timeout=30)
+    _, said = study.communicate(timeout=240)
     assert study.returncode == 130, said
     assert "Traceback" not in said

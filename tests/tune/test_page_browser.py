@@ -3,13 +3,13 @@
 import functools
 import json
 import os
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browsers import find_chromium
 from page_studies import eventful_study, h200_first_study, write_run, write_study
 
 from tinyllm_ray.tune.page.run import write_run_page
@@ -44,9 +44,8 @@ frame.onload = () => {{
 
 @pytest.fixture(scope="module")
 def chromium() -> str:
-    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if found is None:
-        pytest.skip("there is no Chromium here")
+    found = find_chromium()
+    assert found is not None
     return found
 
 
@@ -75,7 +74,7 @@ def look_at(
         *(["--blink-settings=preferredColorScheme=0"] if dark else []),
         *("--enable-logging=stderr", f"--user-data-dir={folder / 'profile'}", "--dump-dom", probe.as_uri()),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
     found = done.stdout.partition('<pre id="found">')[2].partition("</pre>")[0]
     for name, letter in (("&lt;", "<"), ("&gt;", ">"), ("&amp;", "&")):
         found = found.replace(name, letter)

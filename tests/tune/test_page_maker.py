@@ -116,9 +116,7 @@ def test_a_process_that_hangs_does_not_hold_up_the_studys_end(tmp_path: Path) ->
     os.mkfifo(tmp_path / "summary.json")  # reading it blocks for ever
     maker = PageMaker(tmp_path, lambda line: None)
     maker.ask()
-    began = time.monotonic()
-    maker.finish(0.1)
-    assert time.monotonic() - began < 30  # hung for ever otherwise
+    maker.finish(0.1)  # hangs for ever otherwise
 
 
 def test_a_folder_that_is_gone_is_said_and_stops_nothing(tmp_path: Path) -> None:

@@ -130,13 +130,14 @@ def numbers(path: Path) -> list[int]:
 
 
 def test_a_study_that_ends_by_itself(out: Path, node_local: Path) -> None:
+    began = time.monotonic()
     outcome = run("begin(); record(1); record(2); channel.send('done', exit_status=0)", out=str(out))
     assert (outcome.exit_status, outcome.cut, outcome.survivors, outcome.mirrored) == (0, False, (), True)
     assert outcome.message is None
     assert outcome.journal == out / "trials.jsonl"
     assert numbers(out / "trials.jsonl") == [1, 2]
     assert list(node_local.iterdir()) == []
-    assert 0 < outcome.elapsed_seconds < 30
+    assert 0 < outcome.elapsed_seconds < time.monotonic() - began
 
 
 def test_the_request_arrives_with_the_seconds_left(out: Path) -> None:
@@ -144,11 +145,12 @@ def test_the_request_arrives_with_the_seconds_left(out: Path) -> None:
     import json
     with open(out + "/asked.json", "w") as file:
         json.dump([channel.request, os.environ.get("TINYLLM_RAY_CHANNEL"), os.environ["TINYLLM_RAY_STUDY"]], file)
+    ready()
     """
     long_text = "x" * 1_000_000  # more than any pipe holds
     assert run(body, budget=40, out=str(out), preset="nano", text=long_text).exit_status == 0
     request, channel, marker = json.loads((out / "asked.json").read_text())
-    assert request.pop("budget_seconds") == pytest.approx(36, abs=1)  # a tenth is the grace
+    assert request.pop("budget_seconds") == pytest.approx(36)  # a tenth is the grace
     assert request.pop("ready")
     assert request == {"out": str(out), "preset": "nano", "text": long_text}
     assert channel is None
@@ -176,7 +178,6 @@ def test_a_study_that_does_not_end_after_its_verdict(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(supervisor, "DONE_SECONDS", 0.3)
     outcome = run("channel.send('done', exit_status=0)\n" + HANG, tag=tag)
     assert (outcome.exit_status, outcome.cut) == (0, False)
-    assert outcome.elapsed_seconds < 15
     assert running(tag) == []
 
 
@@ -317,7 +318,7 @@ def test_a_process_that_cannot_be_ended_is_named(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(os, "kill", lambda pid, number: None)
         begin = time.monotonic()
         (name,) = end_processes("stuck", None, patience_seconds=0, limit_seconds=0.3)
-        assert 0.3 <= time.monotonic() - begin < 30  # it would wait for ever
+        assert time.monotonic() - begin >= 0.3  # and not for ever
         assert name.endswith(f"(process {process.pid})")
     finally:
         monkeypatch.undo()
@@ -512,7 +513,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 from tinyllm_ray.clock import Deadline
 from tinyllm_ray.tune.supervisor import supervise
 command, request, grace_seconds = map(json.loads, sys.argv[1:])
-outcome = supervise(command, request=request, deadline=Deadline.after(60), grace_seconds=grace_seconds)
+outcome = supervise(command, request=request, deadline=Deadline.after(1000), grace_seconds=grace_seconds)
 print(json.dumps([outcome.exit_status, outcome.cut, list(outcome.survivors)]))
 sys.exit(outcome.exit_status)
 """
@@ -536,7 +537,7 @@ class Supervising:
         self.process.send_signal(number)
 
     def end(self) -> tuple[int, str]:
-        output, _ = self.process.communicate(timeout=30)
+        output, _ = self.process.communicate(timeout=240)
         return self.process.returncode, output
 
 
@@ -584,13 +585,11 @@ def test_the_second_signal_kills_at_once(supervising: Callable[..., Supervising]
     while True:
         time.sleep(600)
     """
-    one = supervising(body)
+    one = supervising(body, grace_seconds=1000)  # which it does not wait for
     one.signal(signal.SIGINT)
     assert wait_until((out / "asked").exists)
-    begin = time.monotonic()
     one.signal(signal.SIGTERM)  # another one; the same within a second would be the same wish
     assert one.end()[0] == 130
-    assert time.monotonic() - begin < 10  # the grace, which it does not wait for, is 20 s
     assert running(tag) == []
 
 

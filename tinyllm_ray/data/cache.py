@@ -32,7 +32,6 @@ DtypeName = Literal["uint16", "uint32"]
 _Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _Count = Annotated[int, Field(ge=0)]
 FORMATS: Final[dict[DtypeName, np.dtype[Any]]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-_LEVEL_CHUNK_TOKENS: Final = 2**20
 
 
 def token_dtype(vocab_size: int) -> DtypeName:
@@ -279,31 +278,3 @@ def read_manifest(folder: Path) -> Manifest:
         raise ConfigError(explain(error, Manifest, str(path))) from None
     except ValueError as error:
         raise ConfigError(f"{path}: is no JSON: {error}") from None
-
-
-def unigram_level(
-    cache: TokenCache,
-    alpha: float = 0.1,
-    train: str = "train",
-    validation: str = "validation",
-    most_tokens: int = 10_000_000,
-) -> float:
-    """Nats a token that word frequencies alone reach: what a model must beat to have learnt anything more.
-
-    Cross-entropy of the validation tokens under the training counts, `alpha` added to each. Of either split the first
-    `most_tokens` count: at ten million the level of a large cache is known to about 0.01.
-    """
-    counts = _count(cache, train, most_tokens).astype(np.float64) + alpha
-    seen = _count(cache, validation, most_tokens)
-    return float(seen @ (np.log(counts.sum()) - np.log(counts)) / seen.sum())
-
-
-def _count(cache: TokenCache, split: str, most_tokens: int) -> npt.NDArray[np.int64]:
-    counts = np.zeros(cache.vocab_size, np.int64)
-    tokens = min(cache.tokens(split), most_tokens)
-    if tokens == 0:
-        raise ConfigError(f"{cache.folder}: the split {split!r} holds no tokens")
-    for start in range(0, tokens, _LEVEL_CHUNK_TOKENS):
-        chunk = cache.read(split, start, min(start + _LEVEL_CHUNK_TOKENS, tokens))
-        counts += np.bincount(chunk, minlength=cache.vocab_size)
-    return counts

@@ -5,9 +5,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tinyllm_ray.config import Config, default_micro_batch_size, default_packed_backward, identity
+from tinyllm_ray.config import Config, identity
 from tinyllm_ray.errors import ConfigError
-from tinyllm_ray.execution import CUDA_GRAPH_MODES, ExecutionConfig, needs_gpu
+from tinyllm_ray.execution import (
+    CUDA_GRAPH_MODES,
+    ExecutionConfig,
+    default_micro_batch_size,
+    default_packed_backward,
+    needs_gpu,
+)
 from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.search.space import Space
 

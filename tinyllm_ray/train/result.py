@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from tinyllm_ray.config import Config
-from tinyllm_ray.data.cache import TokenCache, unigram_level
+from tinyllm_ray.data.cache import TokenCache
+from tinyllm_ray.data.unigram import unigram_level
 from tinyllm_ray.measure.environment import devices, source_identity
 from tinyllm_ray.measure.flops import flop_per_target, peak_flops
 from tinyllm_ray.train.state import RunState

@@ -93,15 +93,8 @@ def _run_on_ray(
         if request.resume and earlier is None:
             say(console, f"{out} holds no study yet: it begins")
         spent = earlier.spent_seconds if earlier else 0.0
-        objective = request.objective_of(config)
         driver = StudyDriver(
-            study=Study(
-                fitted,
-                records=retried(earlier.records, fates_to_retry(request.retry, request.resume)) if earlier else (),
-                objective=objective,
-                verifier=PairedVerifier(fitted.protocol, RESERVED_SHARE * request.total_seconds, objective),
-                devices=concurrency(connection),
-            ),
+            study=search_of(request, config, fitted, earlier, concurrency(connection)),
             study_id=definition.study,
             config=config,
             cache=cache,
@@ -124,6 +117,20 @@ def _run_on_ray(
         status = work.session.close(driver.end or lost)
     work.session.settle()
     return status
+
+
+def search_of(
+    request: StudyRequest, config: Config, fitted: FittedSpace, earlier: Earlier | None, devices: int
+) -> Study:
+    """What decides on the trials: of the space as it fits, from what earlier sessions recorded."""
+    objective = request.objective_of(config)
+    return Study(
+        fitted,
+        records=retried(earlier.records, fates_to_retry(request.retry, request.resume)) if earlier else (),
+        objective=objective,
+        verifier=PairedVerifier(fitted.protocol, RESERVED_SHARE * request.total_seconds, objective),
+        devices=devices,
+    )
 
 
 def measure(
