@@ -59,11 +59,15 @@ def wait_for_one_in_flight(slurm: LocalSlurm, job: int) -> None:
 
 
 def hold_in_flight(slurm: LocalSlurm, job: int, *nodes: str) -> dict[str, int]:
-    """Hold a candidate on each node, begun after the baseline's record, so that none of them ends.
-
-    Returns the processes to let go, by node.
-    """
+    """Hold a candidate on each node, begun after the baseline's record; returns what `hold` does."""
     slurm.wait(lambda: bool(records(slurm)) and len(_others(slurm)) == len(nodes), job)
+    held = hold(slurm, job, *nodes)
+    assert len(_others(slurm)) == len(nodes), f"a candidate ended before it could be held: {slurm.said(job)}"
+    return held
+
+
+def hold(slurm: LocalSlurm, job: int, *nodes: str) -> dict[str, int]:
+    """Stop what each node's candidate reports through, so that it does not end; returns these processes by node."""
     held: dict[str, int] = {}
 
     def are_held() -> bool:
@@ -74,7 +78,6 @@ def hold_in_flight(slurm: LocalSlurm, job: int, *nodes: str) -> dict[str, int]:
         return len(held) == len(nodes)
 
     slurm.wait(are_held, job)
-    assert len(_others(slurm)) == len(nodes), f"a candidate ended before it could be held: {slurm.said(job)}"
     return held
 
 
