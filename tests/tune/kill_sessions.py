@@ -174,7 +174,7 @@ class Sessions:
     def known_records(self) -> list[dict[str, Any]]:
         """The journals' and OUT's, each once; what is brought from the one to the other meanwhile included."""
         folder = private_folder() / (self.study() or "none")
-        local = [record for path in _journals(folder) for record in journal.read_lines(path)]
+        local = [record for path in _journals([folder]) for record in journal.read_lines(path)]
         present = journal.read_lines(self.out / "trials.jsonl")
         return present + [record for record in local if record not in present]
 
