@@ -112,6 +112,7 @@ def test_both_nodes_have_what_slurm_gave_and_strangers_stay_outside(slurm: Local
     assert_nothing_is_left(slurm, job)
 
 
+@pytest.mark.slow
 def test_a_study_runs_on_two_nodes_by_submit(slurm: LocalSlurm) -> None:
     study = ("tune", "--budget", "5m", "--config", "recipe.yaml", "--space", "space.yaml", "--out", "study")
     job = slurm.submit("--nodes", 2, "--cpus-per-node", 2, "--time", 10, "--", *study)
@@ -128,6 +129,7 @@ def test_a_study_runs_on_two_nodes_by_submit(slurm: LocalSlurm) -> None:
     assert "before the first trial" in told
 
 
+@pytest.mark.slow
 def test_the_warning_has_a_study_save_what_it_has_and_end(slurm: LocalSlurm) -> None:
     job = slurm.submit("--nodes", 2, "--cpus-per-node", 2, "--time", 90, "--", *MANY_STUDY, "--out", "warned")
     slurm.wait_for_line(job, "t1: complete")
@@ -160,6 +162,7 @@ def test_two_jobs_on_one_node_leave_each_other_alone(slurm: LocalSlurm) -> None:
     assert not ports[0] & ports[1]
     slurm.login("scancel", staying)
     assert slurm.ended(staying) == "CANCELLED"
+    assert_nothing_is_left(slurm, staying)
 
 
 def test_a_plain_sbatch_of_the_shipped_script_passes_the_commands_status_on(slurm: LocalSlurm) -> None:

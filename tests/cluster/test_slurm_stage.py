@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from local_slurm import LocalSlurm, booted
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 LOOK = """
 import json, os, socket, sys
