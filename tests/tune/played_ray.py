@@ -78,7 +78,7 @@ class ForkedStudy:
 
 
 @contextlib.contextmanager
-def connect(address: str | None) -> Iterator[Any]:
+def connect(address: str | None, only: str | None = None) -> Iterator[Any]:
     yield types.SimpleNamespace(
         address="played",
         dashboard=None,
@@ -144,7 +144,7 @@ def note(**known: Any) -> None:
 def play_ray(run_trials: Callable[..., None] = run_trials) -> None:
     """Put the stand-ins in the place of Ray; everything else stays."""
     for name, parts in {
-        "connect": {"connect": connect},
+        "connect": {"connect": connect, "refuse_mixture": lambda connection: None},
         "trials": {
             "run_trials": run_trials,
             "concurrency": lambda connection: 1,

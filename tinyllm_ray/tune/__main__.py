@@ -134,6 +134,7 @@ def build_parser() -> Parser:
         "--resume", action="store_true", help="go on with the study in --out; begin it where there is none"
     )
     parser.add_argument("--address", help="Ray cluster to join (default: $RAY_ADDRESS, else a local one is started)")
+    parser.add_argument("--by-device", metavar="KIND", help="study GPUs of this kind, on a cluster that has several")
     parser.add_argument(
         "--retry", default="", metavar="FATES", help="with --resume: measure those again as well, like failed,invalid"
     )
@@ -165,6 +166,7 @@ def _request(options: argparse.Namespace, budget: float, age: float) -> dict[str
         "resume": options.resume,
         "retry": [word.strip() for word in options.retry.split(",") if word.strip()],
         "address": options.address or os.environ.get("RAY_ADDRESS") or None,
+        "by_device": options.by_device,
     }
 
 

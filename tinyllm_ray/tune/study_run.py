@@ -72,13 +72,14 @@ def _run_on_ray(
     request: StudyRequest, asked: Asked, earlier: Earlier | None, out: Path, work: "Work", deadline: Deadline
 ) -> int:
     from tinyllm_ray.cluster.callbacks import DEFAULT, unpack_callbacks
-    from tinyllm_ray.cluster.connect import connect
+    from tinyllm_ray.cluster.connect import connect, refuse_mixture
     from tinyllm_ray.cluster.trials import concurrency, resources
 
     callbacks = DEFAULT if request.callbacks is None else unpack_callbacks(request.callbacks)
     console = PipeConsole(stderr=True)
     say(console, f"budget {request.budget}; starting Ray")
-    with connect(request.address) as connection, claim_machine(console, connection) as alone:
+    with connect(request.address, request.by_device) as connection, claim_machine(console, connection) as alone:
+        refuse_mixture(connection)
         say(console, _describe(connection))
         config, space, notes = asked.for_machine(connection.device_kind)
         fitted = fit_space(space, config, connection.device_kind, int(resources(connection)["CPU"]))
