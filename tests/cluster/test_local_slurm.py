@@ -162,7 +162,7 @@ def test_two_jobs_on_one_node_leave_each_other_alone(slurm: LocalSlurm) -> None:
     assert not ports[0] & ports[1]
     slurm.login("scancel", staying)
     assert slurm.ended(staying) == "CANCELLED"
-    assert_nothing_is_left(slurm, staying)
+    slurm.wait(lambda: slurm.is_empty(*NODES))
 
 
 def test_a_plain_sbatch_of_the_shipped_script_passes_the_commands_status_on(slurm: LocalSlurm) -> None:
