@@ -1,6 +1,7 @@
 """Jobs on a real Slurm of two nodes: they come up, do their work, and leave nothing behind however they end."""
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,7 @@ print("SAW " + json.dumps({
     "variables": [name for name in os.environ if os.environ[name] == token.read_text()],
     "dashboard": [status({}), status({"Authorization": "Bearer " + token.read_text()}), refused("10.83.0.11")],
     "end": int(os.environ["SLURM_JOB_END_TIME"]) - time.time(),
+    "niceness": ray.get(ray.remote(lambda: os.getpriority(os.PRIO_PROCESS, 0)).remote()),
 }))
 """
 
@@ -109,6 +111,7 @@ def test_both_nodes_have_what_slurm_gave_and_strangers_stay_outside(slurm: Local
     assert saw["variables"] == []
     assert saw["dashboard"] == [401, 200, True]
     assert 0 < saw["end"] < 300
+    assert saw["niceness"] == os.getpriority(os.PRIO_PROCESS, 0), "a candidate runs as a training does"
     assert_nothing_is_left(slurm, job)
 
 

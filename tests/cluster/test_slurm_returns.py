@@ -75,7 +75,8 @@ def test_a_job_whose_node_goes_down_comes_back_on_another(slurm: LocalSlurm) -> 
 
 @pytest.mark.slow
 def test_a_budget_longer_than_the_limit_is_spent_in_several_runs(slurm: LocalSlurm) -> None:
-    job = slurm.submit("--cpus-per-node", 4, "--time", 2, "--requeue", "--sbatch=--nodelist=n1", "--", *STUDY)
+    size = ("--cpus-per-node", 4, "--time", 2, "--requeue", "--sbatch=--nodelist=n1")
+    job = slurm.submit(*size, "--", *STUDY, "--updates-per-window", 15)  # a run is short for a busy machine
     process = hold_in_flight(slurm, job, "n1")["n1"]
     candidate = slurm.candidate_process("n1")
     assert candidate is not None
