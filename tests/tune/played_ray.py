@@ -1,6 +1,7 @@
 """Ray and its measurements played, in milliseconds; all else of a study is the product's own, in its own processes."""
 
 import contextlib
+import importlib
 import json
 import os
 import random
@@ -143,6 +144,12 @@ def note(**known: Any) -> None:
 
 def play_ray(run_trials: Callable[..., None] = run_trials) -> None:
     """Put the stand-ins in the place of Ray; everything else stays."""
+    for name in (
+        "callbacks",
+        "metrics",
+        "names",
+    ):  # they import Ray, which a session forked from here need not do again
+        importlib.import_module(f"tinyllm_ray.cluster.{name}")
     for name, parts in {
         "connect": {"connect": connect, "refuse_mixture": lambda connection: None},
         "trials": {
