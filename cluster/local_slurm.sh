@@ -11,7 +11,7 @@
 #
 # A node has its own network (10.83.0.1x), host name, processes, /dev/shm and /tmp, which holds TMP_MB where that is set
 # at the start; DIR, and the SHARED paths that lie under /tmp, are the shared file system. Needs root, and on Debian:
-# slurm-wlm slurm-client munge iproute2.
+# slurm-wlm slurm-client munge iproute2 procps.
 # Nothing is enforced (no control groups): processors are only Slurm's word, and GPUs copies of /dev/null.
 set -euo pipefail
 
@@ -189,7 +189,7 @@ check() {
 if [ "${1:-}" = check ]; then check; exit; fi
 [ $# -ge 2 ] || { sed -n '2,15p' "$0" >&2; exit 2; }
 command=$1
-mkdir -p "$2"
+if [ "$command" = start ]; then mkdir -p "$2"; else [ -e "$2/name" ] || fail "no Slurm was started in $2"; fi
 DIR=$(readlink -f "$2")
 shift 2
 case $command in

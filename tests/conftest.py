@@ -54,9 +54,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _no_slurm(config: pytest.Config) -> str | None:
     if not config.getoption("--slurm"):
         return "boots a Slurm of several nodes on this machine; run with --slurm"
-    missing = [name for name in ("slurmctld", "slurmd", "munged", "ip", "nsenter") if shutil.which(name) is None]
+    needed = ("slurmctld", "slurmd", "munged", "ip", "nsenter", "ps")
+    missing = [name for name in needed if shutil.which(name) is None]
     if missing:
-        return f"no {', '.join(missing)}: apt-get install slurm-wlm slurm-client munge iproute2"
+        return f"no {', '.join(missing)}: apt-get install slurm-wlm slurm-client munge iproute2 procps"
     script = Path(__file__).parents[1] / "cluster" / "local_slurm.sh"
     done = subprocess.run([script, "check"], text=True, capture_output=True, check=False)
     words = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]

@@ -8,13 +8,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "cluster" / "local_slurm.sh"
-PATIENCE_SECONDS = 600.0
-"""For anything to happen; ten times what it takes on two idle cores."""
+PATIENCE_SECONDS = 900.0
+"""For all that a test waits for; five times what the longest one takes on two idle cores."""
+_ACTIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
+_TAIL_LINES = 60
+_STARTER = "-m tinyllm_ray.train.starter"
 _ITS_OWN = re.compile(r"local_slurm\.sh boot|^slurmd |^ps ")
 
 
@@ -22,6 +25,12 @@ _ITS_OWN = re.compile(r"local_slurm\.sh boot|^slurmd |^ps ")
 class LocalSlurm:
     folder: Path
     environment: tuple[str, ...]
+    ends: float = field(default_factory=lambda: time.monotonic() + PATIENCE_SECONDS)
+    """When a test that still waits has failed, on time.monotonic."""
+
+    def for_one_test(self) -> "LocalSlurm":
+        """The same one, with all patience."""
+        return replace(self, ends=time.monotonic() + PATIENCE_SECONDS)
 
     @property
     def work(self) -> Path:
@@ -55,22 +64,22 @@ class LocalSlurm:
         (value,) = re.findall(rf"\b{name}=(\S+)", self.login("scontrol", "show", "job", "--oneliner", job))
         return str(value)
 
-    def ended(self, job: int, seconds: float = PATIENCE_SECONDS) -> str:
-        """Waits for a job's end; its state."""
-        self.wait(lambda: self.field(job, "JobState") not in ("PENDING", "RUNNING", "COMPLETING"), seconds)
-        # A job has ended when its batch script has; its steps' last processes go within Slurm's KillWait.
+    def is_active(self, job: int) -> bool:
+        """Whether a job waits, runs, or is ending: a job has ended when its batch script has."""
+        return self.field(job, "JobState") in _ACTIVE
+
+    def ended(self, job: int) -> str:
+        """Waits for a job's end; its state. Its steps' last processes go within Slurm's KillWait."""
+        self.wait(lambda: not self.is_active(job))
         return self.field(job, "JobState")
 
+    def said(self, job: int) -> str:
+        """A job's log so far."""
+        return self.log(job).read_text() if self.log(job).exists() else ""
+
     def wait_for_line(self, job: int, text: str) -> None:
-        """Waits until a job's log has `text`; fails with the log when the job ends before."""
-
-        def is_said() -> bool:
-            over = self.field(job, "JobState") not in ("PENDING", "RUNNING", "COMPLETING")
-            log = self.log(job).read_text() if self.log(job).exists() else ""
-            assert text in log or not over, log
-            return text in log
-
-        self.wait(is_said)
+        """Waits until a job's log has `text`."""
+        self.wait(lambda: text in self.said(job), job)
 
     def processes(self, node: str) -> list[str]:
         """Command lines of all processes on a node but Slurm's daemon."""
@@ -81,7 +90,18 @@ class LocalSlurm:
         listed = self.on(node, "ps", "-ww", "-eo", "pid=,args=").splitlines()
         found = [line.split(None, 1)[0] for line in listed if re.match(command, line.split(None, 1)[1])]
         assert len(found) == 1, listed
-        self.on(node, "kill", "-KILL", found[0])
+        self.signal(node, "KILL", int(found[0]))
+
+    def candidate_process(self, node: str) -> tuple[int, int] | None:
+        """The process that measures a candidate on a node, and the one through which it reports; None while none is."""
+        rows = [line.split(None, 2) for line in self.on(node, "ps", "-ww", "-eo", "pid=,ppid=,args=").splitlines()]
+        starters = {int(number): int(parent) for number, parent, words in rows if _STARTER in words}
+        found = [(number, starters[parent]) for number, parent in starters.items() if parent in starters]
+        return found[0] if found else None
+
+    def signal(self, node: str, name: str, process: int) -> None:
+        """Send a process on a node a signal, by its name."""
+        self.on(node, "kill", f"-{name}", str(process))
 
     def on(self, node: str, *command: str) -> str:
         """Standard output of a command on a node."""
@@ -99,13 +119,21 @@ class LocalSlurm:
         """Whether nothing runs on the nodes but Slurm's daemons."""
         return not any(self.processes(node) for node in nodes)
 
-    @staticmethod
-    def wait(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
-        """Slurm tells nobody; so it is asked."""
-        end = time.monotonic() + seconds
+    def wait(self, condition: Callable[[], bool], job: int | None = None) -> None:
+        """Until it holds. Slurm tells nobody; so it is asked.
+
+        Fails with the ends of all jobs' logs where `job` ends without it, and when the test's time is over.
+        """
         while not condition():
-            assert time.monotonic() < end, f"not within {seconds} s"
+            if job is not None and not self.is_active(job):
+                assert condition(), f"job {job} has ended: {self.field(job, 'JobState')}\n{self._tails()}"
+                return
+            assert time.monotonic() < self.ends, f"not within {PATIENCE_SECONDS:.0f} s\n{self._tails()}"
             time.sleep(0.5)
+
+    def _tails(self) -> str:
+        logs = sorted(self.work.glob("tinyllm-*.log"))
+        return "\n".join("\n".join([f"{path.name}:", *path.read_text().splitlines()[-_TAIL_LINES:]]) for path in logs)
 
 
 @contextmanager

@@ -56,6 +56,9 @@ def test_the_command_line_goes_before_the_site(tmp_path: Path, capsys: pytest.Ca
         (["submit", "--site", "nowhere.yaml", *TUNE], "--site: 'nowhere.yaml' is neither a shipped site"),
         (["submit", "--nodes", "2"], "'no command': what to run"),
         (["submit", "--", "rm", "-rf"], "'rm': what to run"),
+        (["submit", "--", "tune", "--out", "x"], "tune: a study needs a budget"),
+        (["submit", "--", "tune", "--budget=soon"], "--budget: 'soon' is not a duration"),
+        (["submit", "--", "mine.py"], "'mine.py': there is no such file here"),
         (["submit", "--", "tune", "a\nb"], r"argument: 'a\nb' is not allowed"),
     ],
 )

@@ -7,6 +7,7 @@ import pytest
 from tinyllm_ray.cluster.jobs import (
     Job,
     ask_slurm,
+    await_log,
     cluster_record,
     log_folder,
     parse_accounting,
@@ -57,6 +58,22 @@ def test_a_job_long_gone_is_known_by_its_last_run() -> None:
     assert parse_accounting(9, text) == Job(9, "CANCELLED", "by 1000", "n1", None, Path("/home/u/tinyllm-9.log"))
     with pytest.raises(ConfigError, match="Slurm knows no job 9"):
         parse_accounting(9, "")
+
+
+def test_a_log_is_waited_for_as_long_as_its_job_may_write_it(tmp_path: Path) -> None:
+    states, log = ["PENDING", "PENDING", "RUNNING", "CANCELLED"], tmp_path / "tinyllm-7.log"
+
+    def look() -> Job:
+        state = states.pop(0)
+        if state == "RUNNING":
+            log.touch()
+        return Job(7, state, None, None, None, log)
+
+    await_log(log, look, sleep=lambda seconds: None)
+    assert states == ["CANCELLED"], "it is not asked again once the log is there"
+    log.unlink()
+    with pytest.raises(ConfigError, match=r"tinyllm-7\.log is not there; job 7 is CANCELLED$"):
+        await_log(log, look, sleep=lambda seconds: None)
 
 
 def test_a_queue_has_a_row_a_job_whatever_its_name() -> None:

@@ -70,7 +70,7 @@ def test_what_runs_is_a_command_of_the_package_or_a_file() -> None:
     assert program(["selfcheck", "--measure"]) == ["-m", "tinyllm_ray.cluster", "selfcheck", "--measure"]
     assert program(["mine.py", "-x"]) == ["mine.py", "-x"]
     for words in ([], ["--"], ["rm", "-rf"], ["cluster"]):
-        with pytest.raises(ConfigError, match=r"tune, train, data or a FILE\.py"):
+        with pytest.raises(ConfigError, match=r"tune, train, data, selfcheck or a FILE\.py"):
             program(words)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from local_slurm import LocalSlurm, booted
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 LOOK = """
 import json, os, socket, sys
@@ -47,7 +47,7 @@ for node in ray.nodes():
 
 
 @pytest.fixture(scope="module")
-def slurm(built_root: Path) -> Iterator[LocalSlurm]:
+def shared_slurm(built_root: Path) -> Iterator[LocalSlurm]:
     with booted(nodes=2, cpus=4, gpus=0, cache=built_root) as local:
         # Packages of its own are one small module; torch and Ray come from this Python's, by a .pth file.
         environment = local.work / "venv"
@@ -61,11 +61,16 @@ def slurm(built_root: Path) -> Iterator[LocalSlurm]:
         yield local
 
 
+@pytest.fixture
+def slurm(shared_slurm: LocalSlurm) -> LocalSlurm:
+    return shared_slurm.for_one_test()
+
+
 def staged_job(slurm: LocalSlurm, *options: object) -> tuple[int, str, dict[str, Any], list[dict[str, Any]]]:
     """A job over both nodes: its number, its log, what its driver saw and what each node did."""
     size = ("--nodes", 2, "--cpus-per-node", 2, "--time", 10, "--site", "site.yaml", *options)
     job = slurm.submit(*size, "--", "look.py")
-    state, log = slurm.ended(job, 300), slurm.log(job).read_text()
+    state, log = slurm.ended(job), slurm.said(job)
     assert state == "COMPLETED", log
     seen = [line.split(" ", 1) for line in log.splitlines() if line.startswith(("DRIVER ", "NODE "))]
     (driver,) = [json.loads(text) for kind, text in seen if kind == "DRIVER"]
@@ -81,7 +86,7 @@ def test_both_nodes_use_copies_of_their_own_and_the_next_job_takes_the_same_pack
         assert seen["package"].startswith(f"{folder}/environment/")
         assert seen["compiled"].startswith(f"{folder}/compiled/")
     assert "on 2 of 2 nodes in" in log
-    slurm.wait(lambda: not any(f"tr0-{job}" in slurm.files(node) for node in ("n1", "n2")), 60)
+    slurm.wait(lambda: not any(f"tr0-{job}" in slurm.files(node) for node in ("n1", "n2")))
     packs = {path: path.stat().st_ino for path in (slurm.work / "packs").rglob("*.tar")}
     assert packs
     _, _, driver, _ = staged_job(slurm, "--stage")

@@ -79,7 +79,7 @@ class ForkedStudy:
 
 
 @contextlib.contextmanager
-def connect(address: str | None) -> Iterator[Any]:
+def connect(address: str | None, only: str | None = None) -> Iterator[Any]:
     yield types.SimpleNamespace(
         address="played",
         dashboard=None,
@@ -151,7 +151,7 @@ def play_ray(run_trials: Callable[..., None] = run_trials) -> None:
     ):  # they import Ray, which a session forked from here need not do again
         importlib.import_module(f"tinyllm_ray.cluster.{name}")
     for name, parts in {
-        "connect": {"connect": connect},
+        "connect": {"connect": connect, "refuse_mixture": lambda connection: None},
         "trials": {
             "run_trials": run_trials,
             "concurrency": lambda connection: 1,

@@ -2,6 +2,8 @@
 
 import itertools
 import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,24 @@ def test_the_page_is_made_by_a_process_of_its_own_and_stands_at_the_end(tmp_path
     assert "1.89 M" in (tmp_path / "report.html").read_text()
     assert said == []
     maker.ask()  # after the end: nothing is started again
+
+
+def test_slurms_signal_to_every_process_of_a_job_costs_no_page(tmp_path: Path) -> None:
+    write_study(tmp_path, *h200_first_study())
+    said: list[str] = []
+    maker = PageMaker(tmp_path, said.append)
+    maker.ask()
+    page = tmp_path / "report.html"
+    while not page.exists():
+        assert said == []
+        maker.ask()
+        time.sleep(0.02)
+    assert maker._process is not None
+    os.kill(maker._process.pid, signal.SIGTERM)
+    page.unlink()
+    maker.finish(60.0)
+    assert said == []
+    assert page.exists()
 
 
 def test_a_page_that_cannot_be_made_is_said_once_and_stops_nothing(tmp_path: Path) -> None:

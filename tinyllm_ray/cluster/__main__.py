@@ -80,7 +80,7 @@ def build_parser() -> Parser:
     status.add_argument("job", type=int, nargs="?")
     logs = add("logs", "Print a job's log.")
     logs.add_argument("job", type=int)
-    logs.add_argument("--follow", action="store_true", help="go on as it grows, until Ctrl-C")
+    logs.add_argument("--follow", action="store_true", help="wait for it and go on as it grows, until Ctrl-C")
     logs.add_argument("--node", help="what Ray said on that node instead")
     add("cancel", "End a job.").add_argument("job", type=int)
     dashboard = add("dashboard", "Print how to reach Ray's dashboard from your own machine.")
@@ -136,6 +136,10 @@ def _logs(options: argparse.Namespace) -> None:
     path = job.log or Path(f"tinyllm-{job.number}.log")
     if options.node is not None:
         path = path.with_suffix("") / f"{options.node}.log"
+    if options.follow and job.active and not path.exists():
+        why = f" ({job.reason})" if job.reason else ""
+        say(f"job {job.number} is {job.state}{why}; waiting for {path}", sys.stderr)
+        jobs.await_log(path, lambda: jobs.show(options.job))
     if not path.is_file():
         raise ConfigError(f"{path} is not there; job {job.number} is {job.state}")
     if options.follow:

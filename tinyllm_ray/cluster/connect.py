@@ -5,7 +5,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,8 @@ from tinyllm_ray.measure.environment import usable_cores
 _OBJECT_STORE_BYTES = 128 * 2**20
 """Batches never travel through the object store; Ray's own default takes 30% of the memory."""
 
+MODEL_PREFIX = "accelerator_type:"
+"""Of the resource, 1 a node, by which Ray names a node's model of GPU."""
 _KNOCK_SECONDS = 5.0
 _LONGEST_FOLDER = 45
 
@@ -39,6 +41,8 @@ class Connection:
     """Cores of the smallest node."""
     accelerators: tuple[str, ...] = ()
     """Models of the GPUs, as Ray names them."""
+    only: str | None = None
+    """The model to which trials are held; None where any will do."""
 
     @property
     def device_kind(self) -> Literal["cuda", "cpu"]:
@@ -46,10 +50,11 @@ class Connection:
 
 
 @contextmanager
-def connect(address: str | None) -> Iterator[Connection]:
+def connect(address: str | None, only: str | None = None) -> Iterator[Connection]:
     """Join the cluster at `address` (`auto`, `HOST:PORT`, `ray://...`), or start a local one where it is None.
 
-    Raises ConfigError where no cluster answers. A cluster that was joined goes on afterwards.
+    `only` is a model of GPU, as Ray names them: what has none of it does not count. Raises ConfigError where no cluster
+    answers, or none with such a GPU. A cluster that was joined goes on afterwards.
 
     >>> from tinyllm_ray.cluster.connect import connect
     >>> with connect(None) as connection:
@@ -74,7 +79,7 @@ def connect(address: str | None) -> Iterator[Connection]:
                 "a cluster with token authentication wants RAY_AUTH_MODE=token"
             ) from None
     try:
-        yield _describe(started=address is None)
+        yield _describe(address is None, only)
     finally:
         session = ray._private.worker._global_node.get_session_dir_path() if address is None else None
         ray.shutdown()
@@ -101,15 +106,25 @@ def _start_local(quiet: dict[str, Any]) -> None:
         raise ConfigError(f"Ray does not start: {error}; HOME and TMPDIR have to be folders it can write") from None
 
 
-def _describe(started: bool) -> Connection:
+def refuse_mixture(connection: Connection) -> None:
+    """Raise ConfigError where the cluster's GPUs are of several models: figures of one say nothing of another."""
+    if len(connection.accelerators) > 1:
+        models = ", ".join(connection.accelerators)
+        raise ConfigError(
+            f"the cluster's GPUs are of several kinds ({models}), which no study mixes; study each apart, by "
+            f"--by-device {connection.accelerators[0]} and an --out of its own"
+        )
+
+
+def _describe(started: bool, only: str | None) -> Connection:
     alive = [node for node in ray.nodes() if node["Alive"]]
+    if only is not None:
+        alive = _of_model(only, alive)
     # A head without GPUs, or a node without cores, holds no trials.
     nodes = [node for node in alive if node["Resources"].get("GPU")] or [
         node for node in alive if node["Resources"].get("CPU")
     ]
     cores = [int(node["Resources"].get("CPU", 0)) for node in nodes]
-    prefix = "accelerator_type:"
-    models = {name.removeprefix(prefix) for node in nodes for name in node["Resources"] if name.startswith(prefix)}
     context = ray.get_runtime_context()
     dashboard = ray._private.worker.get_dashboard_url()
     return Connection(
@@ -119,8 +134,23 @@ def _describe(started: bool) -> Connection:
         nodes=len(nodes),
         gpus=int(sum(node["Resources"].get("GPU", 0) for node in nodes)),
         cores_per_node=min((count for count in cores if count), default=1),
-        accelerators=tuple(sorted(models)),
+        accelerators=_models(nodes),
+        only=only,
     )
+
+
+def _models(nodes: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Of the nodes' GPUs, as Ray's resources name them."""
+    names = {name for node in nodes for name in node["Resources"] if name.startswith(MODEL_PREFIX)}
+    return tuple(sorted(name.removeprefix(MODEL_PREFIX) for name in names))
+
+
+def _of_model(model: str, nodes: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    found = [node for node in nodes if MODEL_PREFIX + model in node["Resources"]]
+    if not found:
+        known = ", ".join(_models(nodes)) or "no GPU that Ray knows by name"
+        raise ConfigError(f"--by-device: the cluster has no {model!r}; it has {known}")
+    return found
 
 
 def _knock(address: str) -> None:

@@ -6,6 +6,8 @@ Standard library only: the launcher imports this module.
 import json
 import re
 import subprocess
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from tinyllm_ray.errors import ConfigError
 
 ASK_SECONDS = 60.0
 """For a command of Slurm to answer; they wait by themselves while slurmctld restarts."""
+_LOOK_SECONDS = 5.0
+"""Between two questions to slurmctld, which all users of a cluster ask."""
 RECORD = "cluster.json"
 """The file in a job's log folder that says where its cluster is."""
 QUEUE_FORMAT = "%i|%T|%L|%R|%j"
@@ -92,6 +96,15 @@ def show(number: int) -> Job:
     except ConfigError:
         answer = ""  # accounting may be off
     return parse_accounting(number, answer)
+
+
+def await_log(path: Path, look: Callable[[], Job], sleep: Callable[[float], None] = time.sleep) -> None:
+    """Return once a job's log is there; `look` says what Slurm knows of the job. Raises ConfigError if none comes."""
+    while not path.exists():
+        sleep(_LOOK_SECONDS)
+        job = look()
+        if not job.active and not path.exists():
+            raise ConfigError(f"{path} is not there; job {job.number} is {job.state}")
 
 
 def parse_queue(text: str) -> list[tuple[str, str, str, str, str]]:

@@ -42,6 +42,7 @@ from tinyllm_ray.command import Parser, exit_status, say
 from tinyllm_ray.errors import ConfigError, NoResultError
 
 PROGRAMS = ("tune", "train", "data")
+_COMMANDS = f"{', '.join(PROGRAMS)}, selfcheck or"
 START_DEADLINE = "5m"
 STEP_END_SECONDS = 15.0
 STAGED_END_SECONDS = 60.0
@@ -86,7 +87,7 @@ def build_parser() -> Parser:
     parser.add_argument("--container", default="", help="command that runs another one in a container")
     parser.add_argument("--stage", action="store_true", help="copy packages, tokens and compiled code to every node")
     parser.add_argument("--packs", metavar="DIR", help="where what is copied lies (default: beside the token caches)")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help=f"{', '.join(PROGRAMS)} or FILE.py, and its options")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=f"{_COMMANDS} FILE.py, and its options")
     return parser
 
 
@@ -183,7 +184,7 @@ def program(words: Sequence[str]) -> list[str]:
     if words and words[0].endswith(".py"):
         return list(words)
     raise ConfigError(
-        f"{words[0] if words else 'no command'!r}: what to run on the cluster is {', '.join(PROGRAMS)} or a FILE.py, "
+        f"{words[0] if words else 'no command'!r}: what to run on the cluster is {_COMMANDS} a FILE.py, "
         "like tune --budget 45m"
     )
 

@@ -151,6 +151,8 @@ def ray_environment(environment: Mapping[str, str], token: Path) -> dict[str, st
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+        # Ray's own 15 starves a candidate beside whatever else runs, and a training does not run like that.
+        "RAY_worker_niceness": "0",
         # Slurm watches over the job's memory. Ray would count the host's, other jobs and page cache included, and kill.
         "RAY_memory_monitor_refresh_ms": "0",
     }

@@ -62,12 +62,18 @@ def is_study(words: Sequence[str]) -> bool:
 
 def study_folder(words: Sequence[str]) -> Path | None:
     """The folder that a command names with `--out`; None where it names none."""
+    named = option_value(words, "--out")
+    return None if named is None else Path(named)
+
+
+def option_value(words: Sequence[str], option: str) -> str | None:
+    """What a command gives an option, last; None where it does not."""
     found = None
     for place, word in enumerate(words):
-        if word == "--out" and place + 1 < len(words):
-            found = Path(words[place + 1])
-        elif word.startswith("--out="):
-            found = Path(word.removeprefix("--out="))
+        if word == option and place + 1 < len(words):
+            found = words[place + 1]
+        elif word.startswith(f"{option}="):
+            found = word.removeprefix(f"{option}=")
     return found
 
 

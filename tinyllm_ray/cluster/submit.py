@@ -2,10 +2,12 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tinyllm_ray.clock import parse_duration
 from tinyllm_ray.cluster.launch import program
+from tinyllm_ray.cluster.returns import is_study, option_value
 from tinyllm_ray.cluster.script import Request, check_duration, render
 from tinyllm_ray.cluster.site import Site, load_site, shipped_files
 from tinyllm_ray.errors import ConfigError
@@ -46,7 +48,7 @@ def script_of(options: argparse.Namespace) -> str:
 
 def request_of(options: argparse.Namespace, site: Site) -> Request:
     """A submission: what the command line says, else the site's."""
-    program(options.words)  # a mistake in it is for now, not for after the queue
+    _check_command(options.words)
     settled = {name: _settle(options, site, name) for name in _FROM_SITE}
     _check(options, settled)
     named = {"nodes": options.nodes, **settled}
@@ -63,6 +65,19 @@ def request_of(options: argparse.Namespace, site: Site) -> Request:
         python=site.python or sys.executable,
         launch=_launch_options(options, site),
     )
+
+
+def _check_command(words: Sequence[str]) -> None:
+    """A mistake in the command is for now, not for after the queue."""
+    program(words)
+    words = words[1:] if words[0] == "--" else words
+    if is_study(words):
+        budget = option_value(words, "--budget")
+        if budget is None:
+            raise ConfigError("tune: a study needs a budget; give it one, like -- tune --budget 45m")
+        parse_duration(budget, "--budget")
+    if words[0].endswith(".py") and not Path(words[0]).is_file():
+        raise ConfigError(f"{words[0]!r}: there is no such file here, where the job begins; name one that is")
 
 
 def _settle(options: argparse.Namespace, site: Site, name: str) -> str | int | None:

@@ -16,7 +16,7 @@ import ray
 from ray import tune
 
 from tinyllm_ray.clock import Deadline
-from tinyllm_ray.cluster.connect import Connection
+from tinyllm_ray.cluster.connect import MODEL_PREFIX, Connection
 from tinyllm_ray.cluster.metrics import export_gpu
 from tinyllm_ray.cluster.names import show_process_as, trial_name
 from tinyllm_ray.cluster.numa import Seat, trial_gpu
@@ -30,6 +30,9 @@ from tinyllm_ray.records import Fate
 from tinyllm_ray.train.compile_cache import compile_cache_folder
 from tinyllm_ray.train.launcher import Launcher
 from tinyllm_ray.train.outcome import RunningCandidate, build_record
+
+_SHARE_OF_MODEL = 0.001
+"""Of the resource that names a node's model of GPU, as Ray itself asks for it; a node has 1 of it."""
 
 _FORCED_CLEANUP_SECONDS = "2"
 """How long Tune waits for an actor that does not stop; the default waits for ever."""
@@ -117,7 +120,10 @@ def resources(connection: Connection) -> dict[str, float]:
     if not connection.gpus:
         return {"CPU": connection.cores_per_node}
     gpus_per_node = -(-connection.gpus // connection.nodes)
-    return {"GPU": 1, "CPU": max(1, connection.cores_per_node // gpus_per_node)}
+    asked: dict[str, float] = {"GPU": 1, "CPU": max(1, connection.cores_per_node // gpus_per_node)}
+    if connection.only is not None:
+        asked[MODEL_PREFIX + connection.only] = _SHARE_OF_MODEL
+    return asked
 
 
 class CandidateTrial(tune.Trainable):  # type: ignore[misc]

@@ -146,6 +146,7 @@ def build_parser() -> Parser:
         "--decisions", metavar="FILE", help="add the answer to this decision file, for `train --decisions FILE`"
     )
     parser.add_argument("--address", help="Ray cluster to join (default: $RAY_ADDRESS, else a local one is started)")
+    parser.add_argument("--by-device", metavar="KIND", help="study GPUs of this kind, on a cluster that has several")
     parser.add_argument(
         "--retry", default="", metavar="FATES", help="with --resume: measure those again as well, like failed,invalid"
     )
@@ -179,6 +180,7 @@ def _request(options: argparse.Namespace, budget: float, age: float) -> dict[str
         "presets": preset_list(options.presets),
         "decisions": [options.decisions] if options.decisions else [],
         "address": options.address or os.environ.get("RAY_ADDRESS") or None,
+        "by_device": options.by_device,
     }
 
 

@@ -52,6 +52,8 @@ class StudyRequest(BaseModel):
     """Fates of candidates that a study which goes on measures again, beside lost and timed-out ones."""
     address: str | None = None
     """A Ray cluster to join."""
+    by_device: str | None = None
+    """The one model of GPU to study, as Ray names it, on a cluster of several."""
     callbacks: dict[str, Any] | None = None
     """Ray Tune callbacks as `cluster.callbacks` packs them; None writes TensorBoard's event files."""
     presets: list[str] = []

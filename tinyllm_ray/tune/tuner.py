@@ -129,6 +129,7 @@ class Tuner:
         resume: bool = False,
         retry: Sequence[str] = (),
         address: str | None = None,
+        by_device: str | None = None,
         callbacks: Sequence[Any] | None = None,
         decisions: str | Path | None = None,
     ) -> None:
@@ -145,6 +146,7 @@ class Tuner:
             runs: trainings planned with the answer; the search ends when it costs more than it saves over them.
             retry: with `resume`, fates like "failed" to measure again; lost and timed-out candidates always are.
             address: Ray cluster to join; None: $RAY_ADDRESS, else a local one is started.
+            by_device: the one model of GPU to study, like "H200", on a cluster of several, which no study mixes.
             callbacks: Ray Tune's, like `[WandbLoggerCallback(project="tiny")]`, which run in the study's process and
                 hear of every window and record; None writes TensorBoard's event files to `out`/callbacks, [] nothing.
             decisions: decision file that the answer is added to.
@@ -169,6 +171,7 @@ class Tuner:
             resume=resume,
             retry=list(retry),
             address=address or os.environ.get("RAY_ADDRESS") or None,
+            by_device=by_device,
             callbacks=None if callbacks is None else _packed(callbacks),
             decisions=[Path(decisions)] if decisions else [],
         )

@@ -8,6 +8,7 @@ it keeps its cores. Whatever goes wrong with it costs the page alone, which `tun
 import contextlib
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -151,6 +152,7 @@ def serve(
 
 def main() -> int:
     """The process: pages of the folder named on the command line, until standard input ends."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm's, to every process of a job; a last page is due
     with contextlib.suppress(AttributeError, OSError):  # no Linux, or not allowed
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     try:
