@@ -1,12 +1,10 @@
-"""What the fates of others say of an execution: whether it can fit in memory, and how likely it is to run at all."""
+"""What out-of-memory of one execution says of others, and when so many failed that a study gives up."""
 
-import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from tinyllm_ray.execution import HOST_KEYS
 from tinyllm_ray.records import Fate, TrialRecord
-from tinyllm_ray.search.kinds import dimensions
 
 SAVES_MEMORY = {
     "recompute_activations": (False, True),
@@ -15,17 +13,8 @@ SAVES_MEMORY = {
 }
 """Settings whose second value never needs more memory than the first."""
 
-BROKEN = frozenset({Fate.FAILED, Fate.INVALID, Fate.TIMED_OUT})
-"""Fates that speak against the settings of their trial."""
-
 RAN = frozenset({Fate.COMPLETE, Fate.DOMINATED})
-
-BLAMED_ON_SETTINGS, BLAMED_ON_PAIRS = 0.45, 0.45
-"""Shares of a failure put on settings that have never worked and on pairs of settings that have never worked together,
-each in equal parts; where there is none of the one, the other takes both. The rest is that execution's own."""
-
-UNTRIED = 0.99
-"""Probability that a setting nothing is known of works."""
+"""Fates of executions that run and compute what they should."""
 
 HOPELESS_TRIALS = 8
 """After so many without one that ran, the study gives up: the fault is not in the settings."""
@@ -58,49 +47,3 @@ def _needs_as_much(execution: Mapping[str, Any], failed: Mapping[str, Any]) -> b
             continue
         return False
     return True
-
-
-class Chances:
-    """How likely executions are to run, from those that did and those that did not.
-
-    A failure is blamed on what has never worked: levels, and pairs of levels that both differ from the baseline.
-    """
-
-    def __init__(self, baseline: Mapping[str, Any], records: Sequence[TrialRecord]) -> None:
-        self._plain = set(_levels(baseline))
-        ran = [_levels(record.execution) for record in records if record.fate in RAN]
-        self._worked = set(itertools.chain.from_iterable(ran))
-        self._worked_together = {pair for levels in ran for pair in self._pairs(levels)}
-        self._blamed: dict[Any, float] = {}
-        for record in records:
-            if record.fate in BROKEN:
-                self._blame(_levels(record.execution))
-
-    def __call__(self, execution: Mapping[str, Any]) -> float:
-        """Probability that the execution runs and computes what it should."""
-        levels = _levels(execution)
-        chance = 1.0
-        for level in levels:
-            if level not in self._worked:
-                chance *= UNTRIED * self._blamed.get(level, 1.0)
-        if self._blamed:
-            for pair in self._pairs(levels):
-                chance *= self._blamed.get(pair, 1.0)
-        return chance
-
-    def _blame(self, levels: tuple[Any, ...]) -> None:
-        alone = [level for level in levels if level not in self._worked]
-        pairs = [pair for pair in self._pairs(levels) if pair not in self._worked_together]
-        shares = (BLAMED_ON_SETTINGS, BLAMED_ON_PAIRS)
-        for suspects, share, other in ((alone, shares[0], pairs), (pairs, shares[1], alone)):
-            for suspect in suspects:
-                blame = (share if other else sum(shares)) / len(suspects)
-                self._blamed[suspect] = self._blamed.get(suspect, 1.0) * (1 - blame)
-
-    def _pairs(self, levels: tuple[Any, ...]) -> Iterator[tuple[Any, Any]]:
-        return itertools.combinations([level for level in levels if level not in self._plain], 2)
-
-
-def _levels(execution: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Every setting with its value, in a fixed order; how a kind launches is the kind's."""
-    return tuple(item for item in dimensions(execution).items() if item[0] != "launches")

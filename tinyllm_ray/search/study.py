@@ -240,7 +240,7 @@ class Study:
     def _open(self, outlook: Outlook) -> dict[str, dict[str, Any]]:
         """Executions that may be measured, by identity."""
         anchors = [record.execution for record in ranked(self._compared.levelled())[:_FEW]]
-        reach = self._pool.around([*anchors, self.space.baseline], outlook.expected_rates, outlook.host_bound)
+        reach = self._pool.around([*anchors, self.space.baseline], outlook.expected_gains, outlook.host_bound)
         failed = [record for record in self._results.values() if record.fate == Fate.OUT_OF_MEMORY]
         running = self._searching()
         return {

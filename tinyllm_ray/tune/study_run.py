@@ -18,6 +18,7 @@ from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache, open_cache
 from tinyllm_ray.measure.environment import usable_cores
 from tinyllm_ray.search.fitting import FittedSpace, fit_space
+from tinyllm_ray.search.installed import lacking
 from tinyllm_ray.search.paired import RESERVED_SHARE, PairedVerifier
 from tinyllm_ray.search.retry import fates_to_retry, retried
 from tinyllm_ray.search.study import Study
@@ -81,7 +82,8 @@ def _run_on_ray(
     with connect(request.address) as connection, claim_machine(console, connection) as alone:
         say(console, _describe(connection))
         config, space, notes = asked.for_machine(connection.device_kind)
-        fitted = fit_space(space, config, connection.device_kind, int(resources(connection)["CPU"]))
+        cores = int(resources(connection)["CPU"])
+        fitted = fit_space(space, config, connection.device_kind, cores, lacking())
         for note in [*notes, *fitted.notes]:
             say(console, note)
         cache = open_tokens(config, fitted)
