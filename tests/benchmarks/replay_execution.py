@@ -27,7 +27,7 @@ from replay_machine import Machine, Row, Table
 
 from tinyllm_ray.config import load
 from tinyllm_ray.protocol import Protocol
-from tinyllm_ray.records import Fate
+from tinyllm_ray.records import Fate, Proof
 from tinyllm_ray.search.answers import Trial
 from tinyllm_ray.search.fitting import fit_space
 from tinyllm_ray.search.kinds import kind_of
@@ -67,9 +67,9 @@ class Story:
     """Its standard deviation from table to table, beside a quarter of its size."""
     failing: frozenset[tuple[str, Any]] = frozenset()
     """Settings with which nothing runs."""
-    backends: Mapping[str, float] = field(
-        default_factory=lambda: {"auto": 0.0, "cudnn": 0.01, "flash": -0.03, "efficient": -0.2}
-    )
+    auto: str = "cudnn"
+    """What PyTorch chooses; it was cuDNN's attention that ran for 20m on an H200."""
+    backends: Mapping[str, float] = field(default_factory=lambda: {"cudnn": 0.0, "flash": -0.05, "efficient": -0.2})
     half_rows: Mapping[str, float] = field(
         default_factory=lambda: {"eager": 18.0, "compiled": 20.0, "reduce-overhead": 7.0, "graph": 6.0}
     )
@@ -88,7 +88,8 @@ STORIES: dict[str, Story] = {
     "bfloat16 residuals fail": Story(failing=frozenset({("residual_dtype", "bfloat16")})),
     "the loss kernel fails": Story(failing=frozenset({("loss_kernel", "triton")})),
     "two kernels fail": Story(failing=frozenset({("norm_kernel", "triton"), ("optimizer_kernel", "triton")})),
-    "flash is best": Story(backends={"auto": 0.0, "cudnn": 0.0, "flash": 0.08, "efficient": -0.1}),
+    "flash is best": Story(backends={"cudnn": 0.0, "flash": 0.06, "efficient": -0.1}),
+    "auto is flash": Story(auto="flash", backends={"cudnn": 0.04, "flash": 0.0, "efficient": -0.2}),
     "small micro-batches": Story(half_rows=dict.fromkeys(("eager", "compiled", "reduce-overhead", "graph"), 1.0)),
 }
 
@@ -98,7 +99,7 @@ def execution_table(name: str, story: Story, seed: int, without: tuple[str, ...]
     dice = random.Random(f"{name} {seed}")
     plain = math.log(dice.uniform(1.7e6, 2.0e6))
     saved = {key: dice.gauss(story.saved[key], story.spread + abs(story.saved[key]) / 4) for key in SETTINGS}
-    backends = {backend: effect and dice.gauss(effect, 0.01) for backend, effect in story.backends.items()}
+    backends = {backend: dice.gauss(effect, 0.01) for backend, effect in story.backends.items()}
     kinds = {
         "eager": dice.gauss(-0.84, 0.05),
         "default": 0.0,
@@ -115,6 +116,7 @@ def execution_table(name: str, story: Story, seed: int, without: tuple[str, ...]
 
     def row(execution: Mapping[str, Any]) -> Row:
         kind, size, backend = kind_of(execution), execution["micro_batch_size"], execution["sdpa_backend"]
+        backend = story.auto if backend == "auto" else backend
         on = [key for key in SETTINGS if execution[key] in ("triton", "bfloat16")]
         way = "reduce-overhead" if kind in ("reduce-overhead", "max-autotune") else execution["update"]
         share = 1 - sum(saved[key] + with_way[key, way] + with_backend[key, backend] for key in on)
@@ -133,12 +135,13 @@ def execution_table(name: str, story: Story, seed: int, without: tuple[str, ...]
     return Table(f"{name} {seed}", space, row, float(config.token_budget), without=without, start=0.7, rest=1.0)
 
 
-def best_rate(table: Table) -> float:
-    """Of all executions; thread counts do nothing here, so that one of them does."""
+def best_rates(table: Table) -> tuple[float, float]:
+    """Of all executions, and of those that compile within a minute; thread counts do nothing here."""
     space = table.space
     factors = {key: values for key, values in space.factors.items() if key != "cpu_threads"}
-    rows = (table.row(execution) for execution in replace(space, factors=factors).executions())
-    return max(row.rate for row in rows if row.fate == Fate.COMPLETE)
+    rows = [table.row(execution) for execution in replace(space, factors=factors).executions()]
+    rates = [(row.rate, row.cold <= 60) for row in rows if row.fate == Fate.COMPLETE]
+    return max(rates)[0], max(rate for rate, quick in rates if quick)
 
 
 @dataclass
@@ -154,7 +157,7 @@ class Played:
     steps: list[str]
 
 
-def play(table: Table, seed: int, budget: float = BUDGET_SECONDS, runs: int = RUNS) -> Played:
+def play(table: Table, story: Story, seed: int, budget: float = BUDGET_SECONDS, runs: int = RUNS) -> Played:
     """The study that `tune --budget` runs, from its first question to its verdict."""
     machine, space = Machine(table, seed), table.space
     objective = Objective("training", table.tokens, runs)
@@ -163,15 +166,21 @@ def play(table: Table, seed: int, budget: float = BUDGET_SECONDS, runs: int = RU
     left = budget - BESIDE_SECONDS
     played = Played(None, 0, 0.0, False, [], [])
     while True:
-        began = time.perf_counter()
+        began = time.process_time()
         answer = study.ask(left - played.elapsed, "")
-        played.decision_milliseconds.append(1000 * (time.perf_counter() - began))
+        played.decision_milliseconds.append(1000 * (time.process_time() - began))
         if not isinstance(answer, Trial):
             break
         protocol = answer.protocol or space.protocol
         record = machine.measure(answer.candidate.execution, _by_count(protocol, table, answer), answer.candidate.id)
         purpose = answer.stage if answer.stage in ("control", "verification") else "search"
-        changes = {"timestamp": played.elapsed, "purpose": purpose, "round": answer.round, "protocol": protocol}
+        changes: dict[str, Any] = {"timestamp": played.elapsed, "purpose": purpose, "round": answer.round}
+        asked = answer.candidate.execution["sdpa_backend"]
+        seen = story.auto if asked == "auto" else asked
+        changes |= {
+            "protocol": protocol,
+            "proof": Proof(kernel_source="device", attention_asked=asked, attention_seen=[seen]),
+        }
         played.elapsed += record.seconds.total or 0.0
         played.searched += purpose == "search"
         played.steps.append(
@@ -198,18 +207,21 @@ def _by_count(protocol: Protocol, table: Table, trial: Trial) -> Protocol:
 
 def judge(name: str, story: Story, seeds: range, without: tuple[str, ...]) -> dict[str, Any]:
     """Regrets of all studies of one story."""
-    regrets, searched, verified, slow = [], [], [], []
+    regrets, quick, searched, verified, slow = [], [], [], [], []
     for seed in seeds:
         table = execution_table(name, story, seed, without)
-        played = play(table, seed)
+        played = play(table, story, seed)
         chosen = table.space.baseline if played.selected is None else played.selected
-        regrets.append(1 - table[chosen].rate / best_rate(table))
+        best, best_quick = best_rates(table)
+        regrets.append(1 - table[chosen].rate / best)
+        quick.append(1 - table[chosen].rate / best_quick)
         searched.append(played.searched)
         verified.append(played.verified)
         slow += played.decision_milliseconds
     return {
         "story": name,
         "within_2_percent": round(statistics.mean(lost <= CLOSE for lost in regrets), 3),
+        "within_2_percent_of_quick": round(statistics.mean(lost <= CLOSE for lost in quick), 3),
         "regret": {"median": round(statistics.median(regrets), 4), "worst": round(max(regrets), 4)},
         "searched": round(statistics.mean(searched), 1),
         "verified": round(statistics.mean(verified), 2),
@@ -231,12 +243,13 @@ def main() -> None:
             continue
         if options.show:
             table = execution_table(name, story, 0)
-            print("\n".join(play(table, 0).steps))
+            print("\n".join(play(table, story, 0).steps))
             continue
         results.append(judge(name, story, range(options.seeds), tuple(options.without)))
         print(json.dumps(results[-1]), flush=True)
         if options.out:
             command = f"python tests/benchmarks/replay_execution.py --seeds {options.seeds}"
+            command += f" --without {' '.join(options.without)}".rstrip()
             kept = {"command": command, "budget_seconds": BUDGET_SECONDS, "stories": results}
             options.out.write_text(json.dumps(kept, indent=1) + "\n")
 

@@ -11,6 +11,7 @@ from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.execution import ExecutionConfig, needs_gpu
 from tinyllm_ray.search.candidate import candidate_number, make_candidate
 from tinyllm_ray.search.fitting import fit_space
+from tinyllm_ray.search.installed import NEEDED_BY, lacking
 from tinyllm_ray.search.space import Space, load_space
 
 
@@ -69,6 +70,7 @@ def test_what_is_not_installed_is_dropped_and_said_once() -> None:
         "flex",
     )
     assert fit_space(asked, config, "cuda", 8).notes == ()
+    assert lacking() <= {"triton", "flash_attn_interface"}
 
 
 def test_smoke_fits_nano_on_two_cores_without_a_note() -> None:
@@ -256,6 +258,8 @@ VALUES: dict[str, list[Any]] = {
     "cpu_threads": [None, 1, 2, 3, 8],
     "prefetch_depth": [0, 1, 2],
     "loss_kernel": ["torch", "triton"],
+    "norm_kernel": ["torch", "triton"],
+    "optimizer_kernel": ["torch", "triton"],
     "residual_dtype": ["float32", "bfloat16"],
     "recompute_activations": [False, True],
     "packed_backward": [None, "at_once", "one_by_one"],
@@ -263,6 +267,7 @@ VALUES: dict[str, list[Any]] = {
 WHENS: list[dict[str, Any]] = [
     {},
     {"compile_mode": {"update": "compiled"}},
+    {"compile_mode": {"update": ["compiled", "graph"]}},
     {"cpu_threads": {"update": ["eager"]}, "compile_mode": {"update": "compiled"}},
     {"prefetch_depth": {"compile_mode": ["default"]}, "compile_mode": {"update": "compiled"}},
     {"sdpa_backend": {"micro_batch_size": [1, 8], "update": "compiled"}},
@@ -283,12 +288,18 @@ def spaces(draw: st.DrawFn) -> Space:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    asked=spaces(), rows=st.sampled_from([1, 6, 8, 48]), kind=st.sampled_from(["cuda", "cpu"]), cores=st.integers(1, 9)
+    asked=spaces(),
+    rows=st.sampled_from([1, 6, 8, 48]),
+    kind=st.sampled_from(["cuda", "cpu"]),
+    cores=st.integers(1, 9),
+    lacks=st.sampled_from([(), ("triton",)]),
 )
-def test_every_execution_of_any_space_can_run_and_stands_once(asked: Space, rows: int, kind: Any, cores: int) -> None:
+def test_every_execution_of_any_space_can_run_and_stands_once(
+    asked: Space, rows: int, kind: Any, cores: int, lacks: tuple[str, ...]
+) -> None:
     assert Space.model_validate_json(asked.model_dump_json()) == asked
     try:
-        fit = fit_space(asked, recipe(rows), kind, cores)
+        fit = fit_space(asked, recipe(rows), kind, cores, lacks)
     except ConfigError:
         return
     executions = list(itertools.islice(fit.executions(), 300))
@@ -298,6 +309,8 @@ def test_every_execution_of_any_space_can_run_and_stands_once(asked: Space, rows
         assert ExecutionConfig.model_validate(execution).model_dump(mode="json") == execution
         assert rows % execution["micro_batch_size"] == 0
         assert execution["cpu_threads"] <= cores
+        changed = {key: value for key, value in execution.items() if value != fit.baseline[key]}
+        assert not any(NEEDED_BY.get(item) in lacks for item in changed.items())
         assert kind == "cuda" or not any(needs_gpu(key, value) for key, value in execution.items())
         for key, conditions in asked.when.items():
             if any(execution[other] not in values for other, values in conditions.items()) and key != "compile_mode":

@@ -18,7 +18,7 @@ from tinyllm_ray.search.ruled_out import RAN
 BROKEN = frozenset({Fate.FAILED, Fate.INVALID, Fate.TIMED_OUT})
 """Fates that speak against the settings of their trial."""
 
-SETTING_AT_FAULT, PAIR_AT_FAULT, EXECUTION_AT_FAULT = 0.01, 0.001, 0.001
+SETTING_AT_FAULT, PAIR_AT_FAULT, EXECUTION_AT_FAULT = 0.01, 0.003, 0.001
 """Probabilities before any record."""
 
 MOST_EXPLANATIONS = 64

@@ -1,4 +1,4 @@
-"""What out-of-memory of one execution says of others, and when so many failed that a study gives up."""
+"""What the results of some executions say of others: too large, the same by another name, or hopeless."""
 
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -29,6 +29,32 @@ def out_of_memory(execution: Mapping[str, Any], records: Iterable[TrialRecord]) 
         if record.fate == Fate.OUT_OF_MEMORY and _needs_as_much(execution, record.execution):
             return record
     return None
+
+
+def named_by_auto(records: Iterable[TrialRecord]) -> str | None:
+    """The one attention backend that `auto` has run as by its device kernels; None where it was several, or is unknown.
+
+    PyTorch chooses by device, dtype and shape, which all candidates of a study share.
+    """
+    seen: set[str] = set()
+    for record in records:
+        proof = record.proof if record.fate in RAN else None
+        if proof is not None and proof.kernel_source == "device" and record.execution["sdpa_backend"] == "auto":
+            seen.update(proof.attention_seen)
+    return seen.pop() if len(seen) == 1 else None
+
+
+class RuledOut:
+    """Whether an execution need not be measured: it cannot fit in memory, or it is another by name."""
+
+    def __init__(self, records: Iterable[TrialRecord], backends: Collection[str]) -> None:
+        """`records` are the search's results; `backends` the values of `sdpa_backend` that it may take."""
+        records = list(records)
+        self._failed = [record for record in records if record.fate == Fate.OUT_OF_MEMORY]
+        self._same_as_auto = named_by_auto(records) if "auto" in backends else None
+
+    def __call__(self, execution: Mapping[str, Any]) -> bool:
+        return execution["sdpa_backend"] == self._same_as_auto or out_of_memory(execution, self._failed) is not None
 
 
 def hopeless(records: Collection[TrialRecord]) -> bool:
