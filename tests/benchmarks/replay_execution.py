@@ -6,9 +6,9 @@ A table by formula over all 18,432 executions that `execution` has for 20m at 32
 attention, Triton kernels and the residual's dtype with main effects, interactions and failures, each drawn anew for
 every seed around what an update's kernels promise on an H200, or around something else (`STORIES`). The whole study is
 played, verification in pairs of processes included, under a simulated clock: 420 s, of which 26 are Ray's start, the
-last report and its reserve. Regret: how much slower than the best row the selected one is. Noise: 0.5% between
-processes, and between windows; a first update takes 20 to 30 s cold, twice that with max-autotune's search four times
-over, 4 s warm.
+last report and its reserve. Regret: how much slower than the best row the selected one is; beside the best of all also
+the best of those that compile within a minute, as max-autotune's 1% takes a third of the budget. Noise: 0.4% between
+processes, 0.5% between windows; a first update takes 20 to 33 s cold, five times that under max-autotune, 4 s warm.
 """
 
 import argparse
@@ -70,6 +70,8 @@ class Story:
     auto: str = "cudnn"
     """What PyTorch chooses; it was cuDNN's attention that ran for 20m on an H200."""
     backends: Mapping[str, float] = field(default_factory=lambda: {"cudnn": 0.0, "flash": -0.05, "efficient": -0.2})
+    cold: float = 24.0
+    """Seconds of a first update, 0.8 more for each kernel."""
     half_rows: Mapping[str, float] = field(
         default_factory=lambda: {"eager": 18.0, "compiled": 20.0, "reduce-overhead": 7.0, "graph": 6.0}
     )
@@ -90,6 +92,7 @@ STORIES: dict[str, Story] = {
     "two kernels fail": Story(failing=frozenset({("norm_kernel", "triton"), ("optimizer_kernel", "triton")})),
     "flash is best": Story(backends={"cudnn": 0.0, "flash": 0.06, "efficient": -0.1}),
     "auto is flash": Story(auto="flash", backends={"cudnn": 0.04, "flash": 0.0, "efficient": -0.2}),
+    "compilation takes a minute": Story(cold=55.0),
     "small micro-batches": Story(half_rows=dict.fromkeys(("eager", "compiled", "reduce-overhead", "graph"), 1.0)),
 }
 
@@ -124,7 +127,7 @@ def execution_table(name: str, story: Story, seed: int, without: tuple[str, ...]
         log = plain + kinds[kind] + backends[backend] - math.log(share) + larger * math.log2(size / 32)
         log += launch_bound(size, half[way]) - launch_bound(32, half[way])
         fails = any(item in story.failing for item in execution.items())
-        seconds = 0.8 if kind == "eager" else (24.0 + 0.8 * len(on)) * (5 if "max-autotune" in kind else 1)
+        seconds = 0.8 if kind == "eager" else (story.cold + 0.8 * len(on)) * (5 if "max-autotune" in kind else 1)
         memory = 8e9 * size / 32 * (2.5 if kind == "eager" else 1) * (0.6 if "loss_kernel" in on else 1)
         fate = Fate.FAILED if fails else Fate.COMPLETE
         noise = (-0.005, -0.0025, 0.0, 0.0025, 0.005)
@@ -136,11 +139,11 @@ def execution_table(name: str, story: Story, seed: int, without: tuple[str, ...]
 
 
 def best_rates(table: Table) -> tuple[float, float]:
-    """Of all executions, and of those that compile within a minute; thread counts do nothing here."""
+    """Of all executions, and of those that compile in a minute; thread counts do nothing here."""
     space = table.space
     factors = {key: values for key, values in space.factors.items() if key != "cpu_threads"}
     rows = [table.row(execution) for execution in replace(space, factors=factors).executions()]
-    rates = [(row.rate, row.cold <= 60) for row in rows if row.fate == Fate.COMPLETE]
+    rates = [(row.rate, row.cold <= 66) for row in rows if row.fate == Fate.COMPLETE]
     return max(rates)[0], max(rate for rate, quick in rates if quick)
 
 
