@@ -4,20 +4,23 @@
     python tests/benchmarks/replay.py --table h200_table.jsonl
 
 20m at 32,768 tokens an update on a GPU: the baseline; micro-batches 32 to 4 x eager, default, reduce-overhead and
-graph x cudnn, flash and efficient; kernel settings one at a time and together at the best three rows; max-autotune.
-The first row of each kind is run twice, for what a first update takes with its compilation cached. A record a line, in
-the form of a study's trials.jsonl, written as it comes; started again with the same --out it goes on where it stopped.
-Nothing is started that would not end within --limit-seconds.
+graph x cudnn, flash and efficient; kernel settings together and one at a time at the best three rows; max-autotune.
+What tells most comes first, as a row takes half a minute: the kinds that may win, the kernels at the better of them
+(some 16 runs), then the rest of the grid, the nearest to the winner first. The first row of each kind is run twice, for
+what a first update takes with its compilation cached. A record a line, in the form of a study's trials.jsonl, written
+as it comes; started again with the same --out it goes on where it stopped. Nothing is started that would not end within
+--limit-seconds. --plan shows what is still to run, as far as it does not depend on rows to come.
 
     python tests/benchmarks/record_table.py --device cpu --preset nano --updates 2 --limit-seconds 120 --out nano.jsonl
 """
 
 import argparse
+import itertools
 import json
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +38,21 @@ from tinyllm_ray.search.rates import ranked
 from tinyllm_ray.train.launcher import Launcher
 
 SIZES = (32, 16, 8, 4)
-KINDS: tuple[dict[str, Any], ...] = (
-    {"update": "compiled", "compile_mode": "default"},
-    {"update": "graph", "compile_mode": "default"},
-    {"update": "compiled", "compile_mode": "reduce-overhead"},
-    {"update": "eager"},
-)
+DEFAULT: dict[str, Any] = {"update": "compiled", "compile_mode": "default"}
+GRAPH: dict[str, Any] = {"update": "graph", "compile_mode": "default"}
+REDUCE_OVERHEAD: dict[str, Any] = {"update": "compiled", "compile_mode": "reduce-overhead"}
+KINDS = (GRAPH, DEFAULT, REDUCE_OVERHEAD, {"update": "eager"})
 BACKENDS = ("cudnn", "flash", "efficient")
-TRITON = ("loss_kernel", "norm_kernel", "rotary_kernel", "activation_kernel", "optimizer_kernel")
-KERNELS: tuple[dict[str, Any], ...] = (*({key: "triton"} for key in TRITON), {"residual_dtype": "bfloat16"})
+"""These three and the sizes with what is expected to be fastest first."""
+KERNELS: tuple[dict[str, Any], ...] = (
+    {"loss_kernel": "triton"},
+    {"residual_dtype": "bfloat16"},
+    {"optimizer_kernel": "triton"},
+    {"norm_kernel": "triton"},
+    {"rotary_kernel": "triton"},
+    {"activation_kernel": "triton"},
+)
+"""What is expected to gain most first."""
 BEST_ROWS = 3
 LONGEST_SECONDS = 400.0
 """Of one row: max-autotune compiles for 130 s."""
@@ -52,29 +61,46 @@ LONGEST_SECONDS = 400.0
 def plan(config: Config, device: str, records: list[TrialRecord]) -> Iterator[tuple[dict[str, Any], int]]:
     """Executions in the order of their worth, each with how often it is run; later ones depend on earlier rows."""
     backends = BACKENDS if device == "cuda" else ("auto", "math")
-    baseline = {"micro_batch_size": min(32, config.rows_per_model), "sdpa_backend": "auto", **KINDS[0]}
+    largest = {"micro_batch_size": min(SIZES[0], config.rows_per_model)}
+    begin = [{**largest, "sdpa_backend": "auto", **DEFAULT}]
+    begin += [{**largest, "sdpa_backend": backends[0], **kind} for kind in (GRAPH, REDUCE_OVERHEAD)]
+    sizes = [size for size in SIZES if config.rows_per_model % size == 0]
     grid = [
-        {"micro_batch_size": size, "sdpa_backend": backend, **kind}
-        for size in SIZES
-        if config.rows_per_model % size == 0
-        for kind in KINDS
-        for backend in backends
+        (places, {"micro_batch_size": size, "sdpa_backend": backend, **kind})
+        for places, (size, kind, backend) in _by_places(sizes, KINDS, backends)
     ]
+    grid.sort(key=lambda one: sum(one[0]))
+    first = _settled(begin, device)
+    rest = _settled([settings for _, settings in grid], device)
     seen: set[str] = set()
-    first_part = [settled for settings in (baseline, *grid) if (settled := settle(settings, device))]
-    for execution in first_part:
-        yield execution, 1 if kind_of(execution) in seen else 2
-        seen.add(kind_of(execution))
-    of_grid = {identity(execution) for execution in first_part}
-    for record in ranked(record for record in records if record.execution_identity in of_grid)[:BEST_ROWS]:
-        together = {key: value for kernel in KERNELS for key, value in kernel.items()}
-        for kernels in (together, *KERNELS):
-            if settled := settle({**record.execution, **kernels}, device):
-                yield settled, 1
-    for backend in backends:
-        slow = {"micro_batch_size": baseline["micro_batch_size"], "sdpa_backend": backend, "update": "compiled"}
-        if settled := settle({**slow, "compile_mode": "max-autotune"}, device):
-            yield settled, 1
+    for part, best in ((first, 1), (rest, BEST_ROWS)):
+        for execution in part:
+            yield execution, 1 if kind_of(execution) in seen else 2
+            seen.add(kind_of(execution))
+        yield from ((execution, 1) for execution in _with_kernels(part, records, best, device))
+    autotuned = {"update": "compiled", "compile_mode": "max-autotune"}
+    for execution in _settled([{**largest, "sdpa_backend": backend, **autotuned} for backend in backends], device):
+        yield execution, 1
+
+
+def _by_places(*lists: Sequence[Any]) -> Iterator[tuple[tuple[int, ...], tuple[Any, ...]]]:
+    """The product of the lists, each with the places of its parts."""
+    for pairs in itertools.product(*(enumerate(values) for values in lists)):
+        yield tuple(place for place, _ in pairs), tuple(value for _, value in pairs)
+
+
+def _with_kernels(
+    part: list[dict[str, Any]], records: list[TrialRecord], best: int, device: str
+) -> Iterator[dict[str, Any]]:
+    """The best rows of the part with all kernel settings, and with each alone."""
+    names = {identity(execution) for execution in part}
+    together = {key: value for kernel in KERNELS for key, value in kernel.items()}
+    for record in ranked(record for record in records if record.execution_identity in names)[:best]:
+        yield from _settled([{**record.execution, **kernels} for kernels in (together, *KERNELS)], device)
+
+
+def _settled(settings: Iterable[dict[str, Any]], device: str) -> list[dict[str, Any]]:
+    return [execution for one in settings if (execution := settle(one, device)) is not None]
 
 
 def settle(settings: dict[str, Any], device: str) -> dict[str, Any] | None:
@@ -91,6 +117,17 @@ def upcoming(config: Config, device: str, records: list[TrialRecord]) -> dict[st
     return next((one for one, times in plan(config, device, records) if done[identity(one)] < times), None)
 
 
+def to_come(config: Config, device: str, records: list[TrialRecord]) -> Iterator[str]:
+    """A line for each execution still to run."""
+    done = Counter(record.execution_identity for record in records)
+    shown: set[str] = set()
+    for execution, times in plan(config, device, records):
+        name = identity(execution)
+        if name not in shown and (left := times - done[name]) > 0:
+            yield f"{make_candidate(1, execution).label}{'' if left == 1 else f' x {left}'}"
+        shown.add(name)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -101,12 +138,16 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--updates", type=int, default=50, help="updates a window; there are three")
     parser.add_argument("--data-mode", choices=("real", "synthetic"), default="real")
+    parser.add_argument("--plan", action="store_true", help="show what is still to run, and run nothing")
     options = parser.parse_args()
     began, config = time.monotonic(), load(options.preset)
     protocol = Protocol(data_mode=options.data_mode, updates_per_window=options.updates)
     if options.device == "cpu":
         protocol = protocol.model_copy(update={"warmup_updates": 2})
     records = read_records(options.out) if options.out.exists() else []
+    if options.plan:
+        print("\n".join(to_come(config, options.device, records)))
+        return
     cache = open_cache(default_cache()) if options.data_mode == "real" else None
     work, folder = config.model.parameters * config.targets_per_update, Path(tempfile.mkdtemp())
     source = source_identity()

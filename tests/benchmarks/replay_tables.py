@@ -1,9 +1,11 @@
 """Recorded tables for the replay: what a GH200 and an H200 measured, the rest by what each setting did alone."""
 
+import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from replay_machine import Row, Table
@@ -23,12 +25,9 @@ def filled(space: FittedSpace, rows: Mapping[str, tuple[dict[str, Any], Row]]) -
     `rows` are by identity, with their executions; that of the baseline has to be there.
     """
     base = dimensions(space.baseline)
-    _, plain = rows[identity(space.baseline)]
-    alone = {}
-    for execution, row in rows.values():
-        changed = [item for item in _plain(execution).items() if item[1] != base[item[0]]]
-        if len(changed) == 1 and row.fate == Fate.COMPLETE:
-            alone[changed[0]] = row.rate / plain.rate
+    alone = _alone(
+        [(_plain(execution), row.rate) for execution, row in rows.values() if row.fate == Fate.COMPLETE], base
+    )
 
     def row_of(execution: Mapping[str, Any]) -> Row:
         if found := rows.get(identity(execution)):
@@ -49,6 +48,22 @@ def filled(space: FittedSpace, rows: Mapping[str, tuple[dict[str, Any], Row]]) -
         return Row(row.rate * ratio, row.deviations, kind.cold, kind.warm, row.fate, row.memory)
 
     return row_of
+
+
+def _alone(rows: Sequence[tuple[dict[str, Any], float]], base: Mapping[str, Any]) -> dict[tuple[str, Any], float]:
+    """By setting and value: the ratio to the baseline's value beside the baseline's other settings, or where that was
+    not recorded the geometric mean over all that was recorded with both."""
+    ratios: dict[tuple[str, Any], list[float]] = {}
+    own: dict[tuple[str, Any], float] = {}
+    for (one, rate), (other, plain) in itertools.permutations(rows, 2):
+        changed = [key for key in one if one[key] != other[key]]
+        if len(changed) != 1 or other[changed[0]] != base[changed[0]]:
+            continue
+        item = changed[0], one[changed[0]]
+        ratios.setdefault(item, []).append(rate / plain)
+        if all(other[key] == base[key] for key in other):
+            own[item] = rate / plain
+    return {item: geometric_mean(found) for item, found in ratios.items()} | own
 
 
 def _plain(execution: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,11 +163,10 @@ def h200() -> Table:
             figures[size, "compiled", "reduce-overhead", "auto", 8] = (
                 (trial["targets_per_second"],), 21.0, 4.0, float(trial["memory"]["peak_reserved_bytes"]),
             )  # fmt: skip
+    known = {key: load_space("execution").factors[key] for key in _KEYS}  # of kernels nothing was recorded
     space = Space.model_validate(
         load_space("execution").model_dump()
-        | {"name": "h200"}
-        | {"factors": load_space("execution").factors | {"update": ["eager", "compiled", "graph"]}}
-        | {"when": {"compile_mode": {"update": ["compiled"]}}}
+        | {"name": "h200", "factors": known, "when": {"compile_mode": {"update": ["compiled"]}}}
     )
     return _table("h200", space, figures, _KEYS, without=("h200",))
 

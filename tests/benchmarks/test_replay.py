@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
-from record_table import plan, upcoming
+from record_table import plan, to_come, upcoming
 from replay import oracle_seconds, regrets_of, run_rival, run_study, scenarios, total_seconds
+from replay_execution import STORIES, best_rates, execution_table, play
 from replay_factorial import KERNELS, factorial
 from replay_machine import Machine, Table
 from replay_rivals import rivals
@@ -13,6 +14,7 @@ from replay_tables import gh200, h200, recorded
 
 from tinyllm_ray.config import identity, load
 from tinyllm_ray.records import Fate, TrialRecord
+from tinyllm_ray.search.candidate import make_candidate
 from tinyllm_ray.search.kinds import kind_of
 
 SMALL = factorial("three kernels 4", 4, KERNELS[:3])
@@ -102,6 +104,60 @@ def test_the_plan_of_a_recording_covers_what_was_asked_and_goes_on_where_it_stop
     assert upcoming(config, "cuda", half) == executions[len(half)]
     assert upcoming(config, "cuda", records) is None
     assert all(one["update"] != "graph" for one, _ in plan(load("nano"), "cpu", []))
+
+
+def test_a_recording_begins_with_what_tells_most() -> None:
+    """As far as six minutes reach: kinds that may win, and the kernels at the better of them."""
+    config = load("20m-32k")
+    measured = Machine(SMALL, 0).measure(SMALL.space.baseline)
+    records: list[TrialRecord] = []
+    while len(records) < 14 and (execution := upcoming(config, "cuda", records)):
+        rate = 1e6 + 1e5 * (execution["update"] == "graph")
+        names = {"execution": execution, "execution_identity": identity(execution), "targets_per_second": rate}
+        records.append(measured.model_copy(update=names))
+    kinds = [kind_of(record.execution) for record in records]
+    assert kinds[:6] == ["default", "default", "graph", "graph", "reduce-overhead", "reduce-overhead"]
+    assert set(kinds[6:13]) == {"graph"}, "the best of them"
+    settings = {**dict.fromkeys(KERNELS, "triton"), "residual_dtype": "bfloat16"}
+    on = [{key for key, value in settings.items() if record.execution[key] == value} for record in records[6:13]]
+    assert on[:2] == [set(settings), {"loss_kernel"}]
+    assert sorted(len(keys) for keys in on[1:]) == [1] * 6
+    assert {record.execution["micro_batch_size"] for record in records[:13]} == {32}
+    left = list(to_come(config, "cuda", records))
+    assert len(left) == len(set(left)) > 40
+    assert not any(make_candidate(1, record.execution).label in left for record in records)
+
+
+def test_a_recorded_kernel_counts_for_kinds_it_was_not_recorded_with(tmp_path: Path) -> None:
+    config = load("20m-32k")
+    measured = Machine(SMALL, 0).measure(SMALL.space.baseline)
+    rates = {"default": 1.0e6, "graph": 1.1e6, "graph with loss": 1.32e6}
+    lines = []
+    for name, rate in rates.items():
+        changes = {"update": "graph"} if name != "default" else {}
+        changes |= {"loss_kernel": "triton"} if "loss" in name else {}
+        execution = SMALL.space.settle(changes)
+        windows = [window.model_copy(update={"targets_per_second": rate}) for window in measured.windows]
+        fields = {"execution": execution, "execution_identity": identity(execution), "windows": windows}
+        lines.append(measured.model_copy(update=fields).model_dump_json())
+    path = tmp_path / "table.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    table = recorded(path)
+    assert table[table.space.settle({"loss_kernel": "triton"})].rate == pytest.approx(1.2e6)
+    assert config.token_budget == table.tokens
+
+
+def test_a_short_study_of_the_whole_space_finds_what_makes_an_update_fast() -> None:
+    story = STORIES["the loss kernel fails"]
+    table = execution_table("the loss kernel fails", story, 1)
+    played = play(table, story, 1)
+    assert played.selected is not None
+    assert played.elapsed <= 420
+    assert played.verified
+    best, quick = best_rates(table)
+    assert best >= quick > 1.1 * table[table.space.baseline].rate
+    assert table[played.selected].rate > 0.97 * quick
+    assert play(table, story, 1).steps == played.steps
 
 
 def test_a_recorded_table_is_played_as_it_was_written(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.execution import ExecutionConfig, needs_gpu
 from tinyllm_ray.search.candidate import candidate_number, make_candidate
 from tinyllm_ray.search.fitting import fit_space
+from tinyllm_ray.search.installed import NEEDED_BY, lacking
 from tinyllm_ray.search.space import Space, load_space
 
 
@@ -27,8 +28,10 @@ def test_execution_on_a_gpu() -> None:
     chosen = {"micro_batch_size": 32, "update": "compiled", "compile_mode": "default", "cpu_threads": 8}
     assert fit.baseline == ExecutionConfig().model_dump() | chosen
     assert (fit.parameters, fit.targets_per_update) == (20_403_520, 32_768)
-    # eager: 4 sizes x 4 backends x 3 thread counts; compiled: three modes of each.
-    assert len(list(fit.executions())) == 48 * 4
+    # 4 sizes x 4 backends x 3 thread counts, eager, compiled in three modes or captured in two; six settings.
+    assert len(list(itertools.islice(fit.executions(), 20_000))) == 48 * 6 * 2**6
+    kinds = {(one["update"], one["compile_mode"]) for one in fit.executions() if one["update"] == "graph"}
+    assert kinds == {("graph", "default"), ("graph", "max-autotune-no-cudagraphs")}
 
 
 def test_execution_on_a_cpu() -> None:
@@ -41,9 +44,33 @@ def test_execution_on_a_cpu() -> None:
     assert fit.notes == (
         "baseline: eager instead of compiled: what a user without a GPU starts with",
         "micro_batch_size: 16, 32, 64, 128 dropped: they do not divide the 8 rows of an update",
+        "update: graph dropped: it needs a GPU",
         "sdpa_backend: cudnn, efficient dropped: they need a GPU",
+        "loss_kernel, norm_kernel, rotary_kernel, activation_kernel, optimizer_kernel: triton dropped: it needs a GPU",
+        "residual_dtype: bfloat16 dropped: it needs a GPU",
         "cpu_threads: 4, 8 dropped: 2 CPU cores are available",
     )
+    changed = {"micro_batch_size", "update", "compile_mode", "sdpa_backend", "cpu_threads"}
+    executions = list(fit.executions())
+    assert len(executions) == 17, "the baseline, and 2 sizes, eager and three modes, 2 backends, one thread"
+    assert all({key for key in one if one[key] != fit.baseline[key]} <= changed for one in executions)
+
+
+def test_what_is_not_installed_is_dropped_and_said_once() -> None:
+    config = recipe(32)
+    fit = fit_space(load_space("execution"), config, "cuda", 8, lacks={"triton"})
+    assert fit.notes[-1] == (
+        "loss_kernel, norm_kernel, rotary_kernel, activation_kernel, optimizer_kernel: triton dropped: "
+        "triton is not installed"
+    )
+    assert fit.factors["loss_kernel"] == ("torch",)
+    asked = space({"sdpa_backend": ["auto", "flash3", "flex"]})
+    assert fit_space(asked, config, "cuda", 8, lacks={"flash_attn_interface"}).factors["sdpa_backend"] == (
+        "auto",
+        "flex",
+    )
+    assert fit_space(asked, config, "cuda", 8).notes == ()
+    assert lacking() <= {"triton", "flash_attn_interface"}
 
 
 def test_smoke_fits_nano_on_two_cores_without_a_note() -> None:
@@ -177,8 +204,9 @@ def test_every_execution_of_a_pack_is_allowed_by_its_recipe(mixed: bool) -> None
     config = pack(mixed, 2, 8)
     fit = fit_space(load_space("execution"), config, "cuda", 8)
     executions = list(fit.executions())
-    assert len(executions) == 2 * 2 * 4 * 3, "two sizes, eager and compiled in one mode, backends, threads"
-    for execution in executions:
+    # Two sizes, four backends, three thread counts, five settings: eager, compiled, and captured in one mode each.
+    assert len(executions) == 2 * 4 * 3 * 2**5 * 3
+    for execution in executions[:: len(executions) // 97]:
         config.with_execution(execution)
 
 
@@ -230,6 +258,8 @@ VALUES: dict[str, list[Any]] = {
     "cpu_threads": [None, 1, 2, 3, 8],
     "prefetch_depth": [0, 1, 2],
     "loss_kernel": ["torch", "triton"],
+    "norm_kernel": ["torch", "triton"],
+    "optimizer_kernel": ["torch", "triton"],
     "residual_dtype": ["float32", "bfloat16"],
     "recompute_activations": [False, True],
     "packed_backward": [None, "at_once", "one_by_one"],
@@ -237,6 +267,7 @@ VALUES: dict[str, list[Any]] = {
 WHENS: list[dict[str, Any]] = [
     {},
     {"compile_mode": {"update": "compiled"}},
+    {"compile_mode": {"update": ["compiled", "graph"]}},
     {"cpu_threads": {"update": ["eager"]}, "compile_mode": {"update": "compiled"}},
     {"prefetch_depth": {"compile_mode": ["default"]}, "compile_mode": {"update": "compiled"}},
     {"sdpa_backend": {"micro_batch_size": [1, 8], "update": "compiled"}},
@@ -257,12 +288,18 @@ def spaces(draw: st.DrawFn) -> Space:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    asked=spaces(), rows=st.sampled_from([1, 6, 8, 48]), kind=st.sampled_from(["cuda", "cpu"]), cores=st.integers(1, 9)
+    asked=spaces(),
+    rows=st.sampled_from([1, 6, 8, 48]),
+    kind=st.sampled_from(["cuda", "cpu"]),
+    cores=st.integers(1, 9),
+    lacks=st.sampled_from([(), ("triton",)]),
 )
-def test_every_execution_of_any_space_can_run_and_stands_once(asked: Space, rows: int, kind: Any, cores: int) -> None:
+def test_every_execution_of_any_space_can_run_and_stands_once(
+    asked: Space, rows: int, kind: Any, cores: int, lacks: tuple[str, ...]
+) -> None:
     assert Space.model_validate_json(asked.model_dump_json()) == asked
     try:
-        fit = fit_space(asked, recipe(rows), kind, cores)
+        fit = fit_space(asked, recipe(rows), kind, cores, lacks)
     except ConfigError:
         return
     executions = list(itertools.islice(fit.executions(), 300))
@@ -272,6 +309,8 @@ def test_every_execution_of_any_space_can_run_and_stands_once(asked: Space, rows
         assert ExecutionConfig.model_validate(execution).model_dump(mode="json") == execution
         assert rows % execution["micro_batch_size"] == 0
         assert execution["cpu_threads"] <= cores
+        changed = {key: value for key, value in execution.items() if value != fit.baseline[key]}
+        assert not any(NEEDED_BY.get(item) in lacks for item in changed.items())
         assert kind == "cuda" or not any(needs_gpu(key, value) for key, value in execution.items())
         for key, conditions in asked.when.items():
             if any(execution[other] not in values for other, values in conditions.items()) and key != "compile_mode":

@@ -31,7 +31,12 @@ def test_execution_space_is_the_one_of_the_design() -> None:
     )
     assert space.baseline.micro_batch_size is None
     assert space.factors["micro_batch_size"] == (4, 8, 16, 32, 64, 128)
-    assert space.when == {"compile_mode": {"update": ("compiled",)}}
+    assert space.factors["update"] == ("eager", "compiled", "graph")
+    kernels = {key for key, values in space.factors.items() if values == ("torch", "triton")}
+    assert kernels == {key for key in EXECUTION_KEYS if key.endswith("_kernel")}
+    assert {getattr(space.baseline, key) for key in kernels} == {"torch"}
+    assert space.factors["residual_dtype"] == ("float32", "bfloat16")
+    assert space.when == {"compile_mode": {"update": ("compiled", "graph")}}
     protocol = space.protocol
     assert (protocol.warmup_updates, protocol.windows, protocol.updates_per_window) == (20, 3, 100)
 

@@ -1,7 +1,7 @@
 """A space settled for one recipe on one machine: what cannot run there is dropped, and every default has its value."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from tinyllm_ray.execution import (
     needs_gpu,
 )
 from tinyllm_ray.protocol import Protocol
+from tinyllm_ray.search.installed import NEEDED_BY
 from tinyllm_ray.search.space import Space
 
 DeviceKind = Literal["cuda", "cpu"]
@@ -79,17 +80,23 @@ class FittedSpace:
                 yield execution
 
 
-def fit_space(space: Space, config: Config, device_kind: DeviceKind, cores: int) -> FittedSpace:
-    """`space` for the recipe of `config` on a machine. Raises ConfigError when nothing is left of it."""
+def fit_space(
+    space: Space, config: Config, device_kind: DeviceKind, cores: int, lacks: Collection[str] = ()
+) -> FittedSpace:
+    """`space` for the recipe of `config` on a machine that `lacks` some modules (`installed.lacking`).
+
+    Raises ConfigError when nothing is left of it.
+    """
     notes: list[str] = []
     baseline = _fit_baseline(space, config, device_kind, cores, notes)
     factors = {}
+    dropped: dict[str, list[str]] = {}
     for key, values in space.factors.items():
         settled = _collapse(key, [_settle_null(key, value, baseline, config) for value in values], notes)
-        misfits, why = _misfits(key, settled, config, device_kind, cores)
+        misfits, why = _misfits(key, settled, config, device_kind, cores, lacks)
         if misfits:
-            shown = ("null" if value is None else str(value) for value in misfits)
-            notes.append(f"{key}: {', '.join(shown)} dropped: {why}")
+            shown = ", ".join("null" if value is None else str(value) for value in misfits)
+            dropped.setdefault(f"{shown} dropped: {why}", []).append(key)
         if fitting := tuple(value for value in settled if value not in misfits):
             factors[key] = fitting
         elif key == "micro_batch_size":
@@ -98,6 +105,7 @@ def fit_space(space: Space, config: Config, device_kind: DeviceKind, cores: int)
                 f"space {space.name}: factors.micro_batch_size: none of {', '.join(map(str, settled))} divides the "
                 f"{_rows_of(config)}; write some of {_divisors(config.rows_per_model)}"
             )
+    notes += [f"{', '.join(keys)}: {what}" for what, keys in dropped.items()]
     if not factors:
         raise ConfigError(f"space {space.name}: empty space: this machine can run none of it ({'; '.join(notes)})")
     return FittedSpace(
@@ -174,7 +182,9 @@ def _collapse(key: str, values: list[Any], notes: list[str]) -> list[Any]:
     return unique
 
 
-def _misfits(key: str, values: list[Any], config: Config, device_kind: DeviceKind, cores: int) -> tuple[list[Any], str]:
+def _misfits(
+    key: str, values: list[Any], config: Config, device_kind: DeviceKind, cores: int, lacks: Collection[str]
+) -> tuple[list[Any], str]:
     """The values that cannot run, and why."""
     packed = config.packing.models > 1
     if key == "micro_batch_size":
@@ -191,7 +201,9 @@ def _misfits(key: str, values: list[Any], config: Config, device_kind: DeviceKin
     if device_kind == "cpu":
         misfits = [value for value in values if needs_gpu(key, value)]
         return misfits, f"{'they need' if len(misfits) > 1 else 'it needs'} a GPU"
-    return [], ""
+    needed = {value: NEEDED_BY.get((key, value)) for value in values}
+    missing = list(dict.fromkeys(module for module in needed.values() if module in lacks))
+    return [value for value in values if needed[value] in lacks], f"{', '.join(map(str, missing))} is not installed"
 
 
 def _rows_of(config: Config) -> str:

@@ -20,13 +20,14 @@ from numpy.typing import NDArray
 from tinyllm_ray.records import Fate, TrialRecord
 from tinyllm_ray.search.cost import CostModel, Prediction
 from tinyllm_ray.search.effects import PROCESS_SD, EffectModel, MemoryPrior, Observation, ThroughputPrior
+from tinyllm_ray.search.faults import Chances
 from tinyllm_ray.search.fitting import FittedSpace
 from tinyllm_ray.search.kinds import kind_of, replays_graphs
 from tinyllm_ray.search.objective import Objective
 from tinyllm_ray.search.observed import carried_peaks, carried_rates, peaks, rates
 from tinyllm_ray.search.priors import Priors
 from tinyllm_ray.search.rates import rate
-from tinyllm_ray.search.ruled_out import RAN, Chances
+from tinyllm_ray.search.ruled_out import RAN
 from tinyllm_ray.search.verifier import Verifier
 
 Floats = NDArray[np.float64]
@@ -116,6 +117,12 @@ class Outlook:
     def expected_rates(self, executions: Sequence[Mapping[str, Any]]) -> list[float]:
         """Expected logarithm of throughput."""
         return [float(value) for value in self._throughput.predict(executions)[0]]
+
+    def expected_gains(self, executions: Sequence[Mapping[str, Any]]) -> list[float]:
+        """What measuring each is expected to gain over the best, its chance to run considered."""
+        self.cost.prepare(executions)
+        gains, _ = self._gains(executions, *self._throughput.predict(executions))
+        return [float(gain) * self._chances(one) for gain, one in zip(gains, executions, strict=True)]
 
     def host_bound(self, execution: Mapping[str, Any]) -> bool:
         """Whether the host's speed shows in the execution's, by the kernels recorded of its like, else by its kind."""

@@ -1,12 +1,10 @@
-"""What the fates of others say of an execution: whether it can fit in memory, and how likely it is to run at all."""
+"""What the results of some executions say of others: too large, the same by another name, or hopeless."""
 
-import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from tinyllm_ray.execution import HOST_KEYS
 from tinyllm_ray.records import Fate, TrialRecord
-from tinyllm_ray.search.kinds import dimensions
 
 SAVES_MEMORY = {
     "recompute_activations": (False, True),
@@ -15,17 +13,8 @@ SAVES_MEMORY = {
 }
 """Settings whose second value never needs more memory than the first."""
 
-BROKEN = frozenset({Fate.FAILED, Fate.INVALID, Fate.TIMED_OUT})
-"""Fates that speak against the settings of their trial."""
-
 RAN = frozenset({Fate.COMPLETE, Fate.DOMINATED})
-
-BLAMED_ON_SETTINGS, BLAMED_ON_PAIRS = 0.45, 0.45
-"""Shares of a failure put on settings that have never worked and on pairs of settings that have never worked together,
-each in equal parts; where there is none of the one, the other takes both. The rest is that execution's own."""
-
-UNTRIED = 0.99
-"""Probability that a setting nothing is known of works."""
+"""Fates of executions that run and compute what they should."""
 
 HOPELESS_TRIALS = 8
 """After so many without one that ran, the study gives up: the fault is not in the settings."""
@@ -40,6 +29,32 @@ def out_of_memory(execution: Mapping[str, Any], records: Iterable[TrialRecord]) 
         if record.fate == Fate.OUT_OF_MEMORY and _needs_as_much(execution, record.execution):
             return record
     return None
+
+
+def named_by_auto(records: Iterable[TrialRecord]) -> str | None:
+    """The one attention backend that `auto` has run as by its device kernels; None where it was several, or is unknown.
+
+    PyTorch chooses by device, dtype and shape, which all candidates of a study share.
+    """
+    seen: set[str] = set()
+    for record in records:
+        proof = record.proof if record.fate in RAN else None
+        if proof is not None and proof.kernel_source == "device" and record.execution["sdpa_backend"] == "auto":
+            seen.update(proof.attention_seen)
+    return seen.pop() if len(seen) == 1 else None
+
+
+class RuledOut:
+    """Whether an execution need not be measured: it cannot fit in memory, or it is another by name."""
+
+    def __init__(self, records: Iterable[TrialRecord], backends: Collection[str]) -> None:
+        """`records` are the search's results; `backends` the values of `sdpa_backend` that it may take."""
+        records = list(records)
+        self._failed = [record for record in records if record.fate == Fate.OUT_OF_MEMORY]
+        self._same_as_auto = named_by_auto(records) if "auto" in backends else None
+
+    def __call__(self, execution: Mapping[str, Any]) -> bool:
+        return execution["sdpa_backend"] == self._same_as_auto or out_of_memory(execution, self._failed) is not None
 
 
 def hopeless(records: Collection[TrialRecord]) -> bool:
@@ -58,49 +73,3 @@ def _needs_as_much(execution: Mapping[str, Any], failed: Mapping[str, Any]) -> b
             continue
         return False
     return True
-
-
-class Chances:
-    """How likely executions are to run, from those that did and those that did not.
-
-    A failure is blamed on what has never worked: levels, and pairs of levels that both differ from the baseline.
-    """
-
-    def __init__(self, baseline: Mapping[str, Any], records: Sequence[TrialRecord]) -> None:
-        self._plain = set(_levels(baseline))
-        ran = [_levels(record.execution) for record in records if record.fate in RAN]
-        self._worked = set(itertools.chain.from_iterable(ran))
-        self._worked_together = {pair for levels in ran for pair in self._pairs(levels)}
-        self._blamed: dict[Any, float] = {}
-        for record in records:
-            if record.fate in BROKEN:
-                self._blame(_levels(record.execution))
-
-    def __call__(self, execution: Mapping[str, Any]) -> float:
-        """Probability that the execution runs and computes what it should."""
-        levels = _levels(execution)
-        chance = 1.0
-        for level in levels:
-            if level not in self._worked:
-                chance *= UNTRIED * self._blamed.get(level, 1.0)
-        if self._blamed:
-            for pair in self._pairs(levels):
-                chance *= self._blamed.get(pair, 1.0)
-        return chance
-
-    def _blame(self, levels: tuple[Any, ...]) -> None:
-        alone = [level for level in levels if level not in self._worked]
-        pairs = [pair for pair in self._pairs(levels) if pair not in self._worked_together]
-        shares = (BLAMED_ON_SETTINGS, BLAMED_ON_PAIRS)
-        for suspects, share, other in ((alone, shares[0], pairs), (pairs, shares[1], alone)):
-            for suspect in suspects:
-                blame = (share if other else sum(shares)) / len(suspects)
-                self._blamed[suspect] = self._blamed.get(suspect, 1.0) * (1 - blame)
-
-    def _pairs(self, levels: tuple[Any, ...]) -> Iterator[tuple[Any, Any]]:
-        return itertools.combinations([level for level in levels if level not in self._plain], 2)
-
-
-def _levels(execution: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Every setting with its value, in a fixed order; how a kind launches is the kind's."""
-    return tuple(item for item in dimensions(execution).items() if item[0] != "launches")

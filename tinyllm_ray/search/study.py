@@ -13,7 +13,7 @@ from typing import Any
 
 from tinyllm_ray.config import identity
 from tinyllm_ray.protocol import Protocol
-from tinyllm_ray.records import Fate, TrialRecord
+from tinyllm_ray.records import TrialRecord
 from tinyllm_ray.search.account import Account
 from tinyllm_ray.search.admission import Admission
 from tinyllm_ray.search.answers import (
@@ -36,7 +36,7 @@ from tinyllm_ray.search.outlook import Outlook
 from tinyllm_ray.search.pool import Pool
 from tinyllm_ray.search.priors import Priors
 from tinyllm_ray.search.rates import ranked
-from tinyllm_ray.search.ruled_out import hopeless, out_of_memory
+from tinyllm_ray.search.ruled_out import RuledOut, hopeless, out_of_memory
 from tinyllm_ray.search.settled import MEASURED_AGAIN, settles
 from tinyllm_ray.search.standing import Standing
 from tinyllm_ray.search.verdict import THROUGHPUT, Selection
@@ -240,13 +240,13 @@ class Study:
     def _open(self, outlook: Outlook) -> dict[str, dict[str, Any]]:
         """Executions that may be measured, by identity."""
         anchors = [record.execution for record in ranked(self._compared.levelled())[:_FEW]]
-        reach = self._pool.around([*anchors, self.space.baseline], outlook.expected_rates, outlook.host_bound)
-        failed = [record for record in self._results.values() if record.fate == Fate.OUT_OF_MEMORY]
+        reach = self._pool.around([*anchors, self.space.baseline], outlook.expected_gains, outlook.host_bound)
+        is_ruled_out = RuledOut(self._results.values(), self.space.factors.get("sdpa_backend", ()))
         running = self._searching()
         return {
             name: execution
             for name, execution in reach.items()
-            if name not in self._results and name not in running and out_of_memory(execution, failed) is None
+            if name not in self._results and name not in running and not is_ruled_out(execution)
         }
 
     def _admit(self, seconds_left: float) -> Admission:

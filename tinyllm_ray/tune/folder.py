@@ -25,6 +25,7 @@ from tinyllm_ray.measure.environment import source_identity
 from tinyllm_ray.paths import is_there
 from tinyllm_ray.records import TrialRecord
 from tinyllm_ray.search.fitting import DeviceKind, FittedSpace, fit_space
+from tinyllm_ray.search.installed import lacking
 from tinyllm_ray.tune.budget import sessions_so_far
 from tinyllm_ray.tune.claim import claim
 from tinyllm_ray.tune.mirror import all_records, await_earlier_helper
@@ -108,7 +109,7 @@ def refuse_early(earlier: Earlier, asked: Asked, out: Path) -> None:
     kind: DeviceKind = "cuda" if known.device_kind == "cuda" else "cpu"
     config, space, _ = asked.for_machine(kind)
     same = {"accelerators": known.accelerators, "cache_identity": known.cache_identity, "study": known.study}
-    definition = _define(config, fit_space(space, config, kind, known.cores), known.budget)
+    definition = _define(config, fit_space(space, config, kind, known.cores, lacking()), known.budget)
     refuse_other_study(known.model_dump(), definition.model_dump() | same, out)
 
 

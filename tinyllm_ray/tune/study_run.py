@@ -19,6 +19,7 @@ from tinyllm_ray.data.cache import TokenCache, open_cache
 from tinyllm_ray.measure.environment import usable_cores
 from tinyllm_ray.search.earlier import EarlierStudy
 from tinyllm_ray.search.fitting import FittedSpace, fit_space
+from tinyllm_ray.search.installed import lacking
 from tinyllm_ray.search.paired import RESERVED_SHARE, PairedVerifier
 from tinyllm_ray.search.priors import Priors
 from tinyllm_ray.search.retry import fates_to_retry, retried
@@ -89,7 +90,8 @@ def study_on_ray(
     console = PipeConsole(stderr=True)
     with nullcontext(ray) if ray else started_ray(request, console) as (connection, alone):
         config, space, notes = asked.for_machine(connection.device_kind)
-        fitted = fit_space(space, config, connection.device_kind, int(resources(connection)["CPU"]))
+        cores = int(resources(connection)["CPU"])
+        fitted = fit_space(space, config, connection.device_kind, cores, lacking())
         for note in [*notes, *fitted.notes]:
             say(console, note)
         cache = open_tokens(config, fitted)
