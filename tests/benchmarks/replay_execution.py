@@ -40,6 +40,7 @@ from tinyllm_ray.search.study import Study
 BUDGET_SECONDS = 420.0
 BESIDE_SECONDS = 26.0
 """Of the budget, for Ray's start, the last report and its reserve."""
+NOT_INSTALLED = ("flash_attn_interface", "flash_attn.cute.interface")
 RUNS = 100
 """Planned trainings, as `tune` counts them unless told."""
 CLOSE = 0.02
@@ -134,7 +135,7 @@ def execution_table(name: str, story: Story, seed: int, without: tuple[str, ...]
         return Row(math.exp(log), noise, seconds, 0.8 if kind == "eager" else 4.0, fate, memory)
 
     config = load("20m-32k")
-    space = fit_space(load_space("execution"), config, "cuda", 16)
+    space = fit_space(load_space("execution"), config, "cuda", 16, lacks=NOT_INSTALLED)
     return Table(f"{name} {seed}", space, row, float(config.token_budget), without=without, start=0.7, rest=1.0)
 
 

@@ -1,10 +1,8 @@
 """Causal attention: one call, and which of PyTorch's backends may serve it."""
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.attention as switches
@@ -12,6 +10,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tinyllm_ray.errors import ConfigError
+from tinyllm_ray.modules import is_installed
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -118,7 +117,7 @@ def available_backends(device_kind: str) -> dict[str, str | None]:
         return reasons
     if not torch.backends.cudnn.is_available():  # type: ignore[no-untyped-call]
         reasons["cudnn"] = "this PyTorch was built without cuDNN"
-    if importlib.util.find_spec("triton") is None:
+    if not is_installed("triton"):
         reasons["flex"] = "FlexAttention is compiled to Triton, which is not installed"
     return reasons | {name: _why_absent(one) for name, one in _IMPLEMENTATIONS.items()}
 
@@ -183,19 +182,9 @@ def _can_switch() -> bool:
 def _why_absent(wanted: _Implementation) -> str | None:
     if not _can_switch() or wanted.name not in switches.list_flash_attention_impls():
         return f"PyTorch {torch.__version__} cannot switch to {wanted.title}; install 2.11 or later"
-    if not _is_installed(wanted.module):
+    if not is_installed(wanted.module):
         return f"{wanted.title} is not installed (module {wanted.module}); {wanted.how_to_install}"
     return None
-
-
-def _is_installed(module: str) -> bool:
-    """By its file: importing the packages around it would take seconds, and may fail for reasons of their own."""
-    package, *rest = module.split(".")
-    spec = importlib.util.find_spec(package)
-    if spec is None or not rest:
-        return spec is not None
-    folders = spec.submodule_search_locations or ()
-    return any(Path(folder, *rest).with_suffix(".py").exists() for folder in folders)
 
 
 def _why_not_on_this_device(wanted: _Implementation) -> str | None:

@@ -1,6 +1,6 @@
 """Which optional packages of executions are not installed here, without importing any."""
 
-import importlib.util
+from tinyllm_ray.modules import is_installed
 
 NEEDED_BY = {
     ("loss_kernel", "triton"): "triton",
@@ -10,10 +10,11 @@ NEEDED_BY = {
     ("optimizer_kernel", "triton"): "triton",
     ("sdpa_backend", "flex"): "triton",
     ("sdpa_backend", "flash3"): "flash_attn_interface",
+    ("sdpa_backend", "flash4"): "flash_attn.cute.interface",
 }
 """By setting and value, the module without which an execution cannot run."""
 
 
 def lacking() -> frozenset[str]:
     """Modules of `NEEDED_BY` that are not installed."""
-    return frozenset(name for name in set(NEEDED_BY.values()) if importlib.util.find_spec(name) is None)
+    return frozenset(name for name in set(NEEDED_BY.values()) if not is_installed(name))
