@@ -36,6 +36,11 @@ def die(batch):
     os._exit(9)
 
 
+def die_later(batch):
+    time.sleep(0.3)  # meanwhile the next batch fills the pipe
+    os._exit(9)
+
+
 def who(batch):
     return os.getpid()
 
@@ -147,6 +152,20 @@ if __name__ == "__main__":
     print(next(results), flush=True)
     sys.stdin.read()
 """
+
+
+@pytest.mark.parametrize("interrupted", [False, True], ids=["told", "interrupted"])
+def test_workers_that_die_while_a_batch_is_sent_hang_nothing(interrupted):
+    """More than a pipe holds: before 3.12 Python goes on writing it for dead workers, and waits for that at the end."""
+
+    def sent():
+        yield from [[bytes(2**20)]] * 2 * WORKERS
+        if interrupted:
+            time.sleep(1.0)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt if interrupted else TinyllmRayError):
+        list(map_in_processes(die_later, sent(), workers=WORKERS))
 
 
 def test_workers_do_not_outlive_a_killed_parent(child_environment, tmp_path):

@@ -50,7 +50,19 @@ def map_in_processes(function: Callable[[B], R], batches: Iterable[B], *, worker
             "run the same command again to go on, with fewer --workers if it was the memory"
         ) from None
     finally:
+        _read_no_more(pool)
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _read_no_more(pool: ProcessPoolExecutor) -> None:
+    """Let the thread that sends batches fail where all workers are gone, instead of filling a pipe that nobody reads.
+
+    This process holds the reading end open as well, though it reads nothing there, and `shutdown` of Python 3.11.2 then
+    waits for that thread for ever (python/cpython#94777; 3.11.7 closes it too). Workers have ends of their own.
+    """
+    queue = getattr(pool, "_call_queue", None)
+    if queue is not None:
+        queue._reader.close()
 
 
 def _start(function: Callable[[Any], Any]) -> None:
