@@ -209,12 +209,12 @@ def _by_count(protocol: Protocol, table: Table, trial: Trial) -> Protocol:
     return Protocol(warmup_updates=protocol.warmup_updates, windows=windows, updates_per_window=updates)
 
 
-def judge(name: str, story: Story, seeds: range, without: tuple[str, ...]) -> dict[str, Any]:
+def judge(name: str, story: Story, seeds: range, without: tuple[str, ...], budget: float) -> dict[str, Any]:
     """Regrets of all studies of one story."""
     regrets, quick, searched, verified, slow = [], [], [], [], []
     for seed in seeds:
         table = execution_table(name, story, seed, without)
-        played = play(table, story, seed)
+        played = play(table, story, seed, budget)
         chosen = table.space.baseline if played.selected is None else played.selected
         best, best_quick = best_rates(table)
         regrets.append(1 - table[chosen].rate / best)
@@ -236,6 +236,7 @@ def judge(name: str, story: Story, seeds: range, without: tuple[str, ...]) -> di
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=50)
+    parser.add_argument("--budget-seconds", type=float, default=BUDGET_SECONDS)
     parser.add_argument("--only", nargs="*", help="names of stories")
     parser.add_argument("--without", nargs="*", default=["h200"], help="machines whose priors are left out")
     parser.add_argument("--show", action="store_true", help="every step of the first seed's study")
@@ -249,12 +250,12 @@ def main() -> None:
             table = execution_table(name, story, 0)
             print("\n".join(play(table, story, 0).steps))
             continue
-        results.append(judge(name, story, range(options.seeds), tuple(options.without)))
+        results.append(judge(name, story, range(options.seeds), tuple(options.without), options.budget_seconds))
         print(json.dumps(results[-1]), flush=True)
         if options.out:
             command = f"python tests/benchmarks/replay_execution.py --seeds {options.seeds}"
             command += f" --without {' '.join(options.without)}".rstrip()
-            kept = {"command": command, "budget_seconds": BUDGET_SECONDS, "stories": results}
+            kept = {"command": command, "budget_seconds": options.budget_seconds, "stories": results}
             options.out.write_text(json.dumps(kept, indent=1) + "\n")
 
 

@@ -1,5 +1,6 @@
 """`python -m tinyllm_ray.data prepare`: the same bytes however it is run, stopped, resumed and moved."""
 
+import contextlib
 import gzip
 import json
 import os
@@ -216,15 +217,21 @@ def test_one_process_prepares_a_folder(corpus, tmp_path, capsys):
     assert (out / MANIFEST).exists()
 
 
+@contextlib.contextmanager
 def start(command, child_environment, **named):
-    return subprocess.Popen(
+    """The command in a process, which does not outlive the test: leaving a Popen would wait for it for ever."""
+    with subprocess.Popen(
         [sys.executable, "-m", "tinyllm_ray.data", *command],
         env=child_environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         **named,
-    )
+    ) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
 
 
 @pytest.mark.parametrize(

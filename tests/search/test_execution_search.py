@@ -9,6 +9,7 @@ from study_replay import fitted, record, replay
 
 from tinyllm_ray.records import Fate, Proof, TrialRecord
 from tinyllm_ray.search.answers import Trial
+from tinyllm_ray.search.candidate import make_candidate
 from tinyllm_ray.search.objective import Objective
 from tinyllm_ray.search.outlook import Outlook
 from tinyllm_ray.search.pool import Pool
@@ -107,6 +108,20 @@ def test_few_of_many_thousand_executions_are_thought_of_and_the_best_is_among_th
     done = replay(asked, outcome("cudnn"), most=3)
     outlook = Outlook(SPACE, MANY, asked._cost, Priors("cuda"))
     anchors = [done.records[2].execution, SPACE.baseline]
-    reach = Pool(SPACE).around(anchors, outlook.expected_gains, outlook.host_bound)
+    reach = Pool(SPACE).around(anchors, outlook.gains_a_second, outlook.host_bound)
     assert 30 < len(reach) < 400
     assert any(on(execution) == set(GAINS) and execution["update"] == "graph" for execution in reach.values())
+
+
+def test_the_climb_goes_round_what_is_known_to_fail() -> None:
+    """Its top is where a measurement gains most, so that what lies beside the best that can run is thought of, too."""
+    asked = study()
+    everything = {key: "bfloat16" if key == "residual_dtype" else "triton" for key in GAINS}
+    tried = [{}, {**everything, "update": "graph"}, {"update": "graph", "loss_kernel": "triton"}, {"update": "graph"}]
+    for changes in tried:
+        candidate = make_candidate(1, SPACE.settle(changes))
+        asked._learn(outcome("cudnn", BROKEN)(Trial(candidate, "search", asked._cost.predict(candidate.execution))))
+    outlook = Outlook(SPACE, MANY, asked._cost, Priors("cuda"))
+    reach = Pool(SPACE).around([SPACE.baseline], outlook.gains_a_second, outlook.host_bound)
+    all_that_run = [execution for execution in reach.values() if on(execution) == set(GAINS) - {"loss_kernel"}]
+    assert len(all_that_run) > 5

@@ -118,11 +118,14 @@ class Outlook:
         """Expected logarithm of throughput."""
         return [float(value) for value in self._throughput.predict(executions)[0]]
 
-    def expected_gains(self, executions: Sequence[Mapping[str, Any]]) -> list[float]:
-        """What measuring each is expected to gain over the best, its chance to run considered."""
+    def gains_a_second(self, executions: Sequence[Mapping[str, Any]]) -> list[float]:
+        """What measuring each is expected to gain over the best, its chance to run considered, per second it takes."""
         self.cost.prepare(executions)
         gains, _ = self._gains(executions, *self._throughput.predict(executions))
-        return [float(gain) * self._chances(one) for gain, one in zip(gains, executions, strict=True)]
+        return [
+            float(gain) * self._chances(execution) / self.cost.predict(execution).expected_seconds
+            for gain, execution in zip(gains, executions, strict=True)
+        ]
 
     def host_bound(self, execution: Mapping[str, Any]) -> bool:
         """Whether the host's speed shows in the execution's, by the kernels recorded of its like, else by its kind."""

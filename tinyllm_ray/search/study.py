@@ -240,7 +240,7 @@ class Study:
     def _open(self, outlook: Outlook) -> dict[str, dict[str, Any]]:
         """Executions that may be measured, by identity."""
         anchors = [record.execution for record in ranked(self._compared.levelled())[:_FEW]]
-        reach = self._pool.around([*anchors, self.space.baseline], outlook.expected_gains, outlook.host_bound)
+        reach = self._pool.around([*anchors, self.space.baseline], outlook.gains_a_second, outlook.host_bound)
         is_ruled_out = RuledOut(self._results.values(), self.space.factors.get("sdpa_backend", ()))
         running = self._searching()
         return {
