@@ -37,7 +37,7 @@ SPACE = fitted(
         }
     )
 )
-PRIORS = Priors("cuda")
+PRIORS = Priors("cuda").without("h200")  # which knows the kernels
 PRIOR = ThroughputPrior(PRIORS, SPACE.baseline, SPACE.parameters)
 SMALLER = Origin(1, math.log(0.5))
 LOSS, NORM = {"loss_kernel": "triton"}, {"norm_kernel": "triton"}
@@ -64,11 +64,11 @@ def earlier(*records: TrialRecord, parameters: int = SPACE.parameters // 2) -> E
 
 def test_what_a_setting_did_to_one_size_is_expected_of_the_next() -> None:
     own = [at(14.0)]
-    there = [at(14.7, SMALLER), at(14.82, SMALLER, **LOSS)]
+    there = [at(14.7, SMALLER), at(14.9, SMALLER, **LOSS)]
     alone, alone_sd = effect(own, **LOSS)
     carried, carried_sd = effect(own + there, **LOSS)
-    assert alone < 0.06
-    assert 0.08 < carried < 0.12, "most of what it was there"
+    assert alone < 0.1
+    assert 0.14 < carried < 0.2, "most of what it was there"
     assert carried_sd < 0.8 * alone_sd, "and less uncertain"
     measured_sd = effect([*own, at(14.12, **LOSS)], **LOSS)[1]
     assert carried_sd > 2 * measured_sd, "but not as if it had been measured here"
