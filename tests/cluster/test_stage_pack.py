@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -106,6 +107,19 @@ def test_one_flipped_bit_is_noticed_and_nothing_stays(tree: Path, tmp_path: Path
     with pytest.raises(DamagedError, match=r"part-0\.tar"):
         unpack(pack, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["../outside", "/outside", "folder/../../outside"])
+def test_nothing_is_unpacked_outside_of_the_folder(tmp_path: Path, name: str) -> None:
+    part = tmp_path / "part-0.tar"
+    with tarfile.open(part, "w") as tar:
+        tar.addfile(tarfile.TarInfo(name))
+    target = tmp_path / "a" / "b"
+    target.mkdir(parents=True)
+    problem = stage_pack._read_part((tmp_path, {"file": part.name, "sha256": ""}, target))
+    assert problem is not None
+    assert problem.endswith(f"{name!r} would lie outside of {target}")
+    assert not list(tmp_path.rglob("outside"))
 
 
 def test_a_part_cut_short_or_missing_is_noticed_before_anything_is_read(tree: Path, tmp_path: Path) -> None:

@@ -223,8 +223,11 @@ def _read_part(job: tuple[Path, dict[str, Any], Path]) -> str | None:
         hashed = _Hashed(file)
         try:
             with tarfile.open(fileobj=hashed, mode="r|", bufsize=2**20) as tar:  # type: ignore[call-overload]
+                tar.extraction_filter = getattr(tarfile, "tar_filter", None)  # Python 3.11.4 has it, and 3.14 another
                 for member in tar:
-                    tar.extract(member, target, filter="tar")
+                    if member.name.startswith("/") or ".." in Path(member.name).parts:
+                        return f"{path}: {member.name!r} would lie outside of {target}"
+                    tar.extract(member, target)
         except tarfile.TarError as error:
             return f"{path}: {error}"
         while hashed.read(2**20):  # what lies behind the archive's end
