@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from tinyllm_ray import journal
 from tinyllm_ray.tune.page import text
+from tinyllm_ray.tune.page.template import render
 from tinyllm_ray.tune.several_folder import INDEX, read_whole
 
 
@@ -18,15 +17,6 @@ def write_index(out: Path) -> Path:
 
 def _page(out: Path) -> str:
     summary = read_whole(out)
-    environment = Environment(
-        loader=PackageLoader("tinyllm_ray.tune.page"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {name: getattr(text, name) for name in ("rate", "seconds", "ratio", "printable")}
     studies = summary.get("studies", [])
     heading = f"Studies: {', '.join(text.printable(one['name'], 40) for one in studies)}"
-    template = environment.get_template("index.html")
-    return template.render(heading=heading, summary=summary, studies=studies, refresh=summary.get("ended") is None)
+    return render("index.html", heading=heading, summary=summary, studies=studies, refresh=summary.get("ended") is None)

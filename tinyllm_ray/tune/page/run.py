@@ -61,7 +61,7 @@ def write_run_page(run: Path) -> Path:
     from tinyllm_ray.tune.page.run_charts import curve_chart, start_chart
     from tinyllm_ray.tune.page.run_data import CURVES, run_data
     from tinyllm_ray.tune.page.svg import drawing_settings
-    from tinyllm_ray.tune.page.write import render
+    from tinyllm_ray.tune.page.template import render
 
     if not (run / "result.json").is_file():
         raise ConfigError(f"{run}: there is no run here (result.json is missing)")

@@ -1,11 +1,8 @@
 """Makes the report page of a study and writes it: `OUT/report.html`, one file that needs no other."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
-
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from tinyllm_ray import journal
 from tinyllm_ray.errors import ConfigError, TinyllmRayError
@@ -15,6 +12,7 @@ from tinyllm_ray.tune.folder import DEFINITION, TRIALS
 from tinyllm_ray.tune.page import charts, text
 from tinyllm_ray.tune.page.study import StudyPage, page_data
 from tinyllm_ray.tune.page.svg import drawing_settings
+from tinyllm_ray.tune.page.template import render
 from tinyllm_ray.tune.several_folder import refuse_several
 
 REPORT: Final = "report.html"
@@ -72,33 +70,3 @@ def study_page(page: StudyPage) -> str:
         }
     heading = f"Study: {text.printable(page.title)}"
     return render("study.html", heading=heading, page=page, charts=pictures, stages=_STAGES, refresh=page.ended is None)
-
-
-def render(template: str, **values: Any) -> str:
-    """A template filled in; everything that is not marked as safe is escaped."""
-    return _environment().get_template(template).render({"refresh": False, **values})
-
-
-def _environment() -> Environment:
-    # What is misspelled raises here, in a test, and is not silently left out of the page.
-    environment = Environment(
-        loader=PackageLoader("tinyllm_ray.tune.page"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= _filters()
-    return environment
-
-
-def _filters() -> Mapping[str, Any]:
-    return {
-        "rate": text.rate,
-        "tokens": text.tokens,
-        "seconds": text.seconds,
-        "ratio": text.ratio,
-        "gibibytes": text.gibibytes,
-        "percent": text.percent,
-        "printable": text.printable,
-    }
