@@ -14,7 +14,7 @@ from tinyllm_ray.search.noise import spread_of
 from tinyllm_ray.search.objective import Objective
 from tinyllm_ray.search.pairs import CAUTIOUS_SPREAD, LEAST_PAIRS
 from tinyllm_ray.search.rates import rate
-from tinyllm_ray.search.rounds import shortest
+from tinyllm_ray.search.rounds import pairs_seconds, shortest
 from tinyllm_ray.search.verdict import THROUGHPUT, Selection
 from tinyllm_ray.search.verification import Run, Verification
 from tinyllm_ray.search.verified import Verified
@@ -35,13 +35,16 @@ class PairedVerifier:
     """Where it counts seconds, no comparison goes on that is worth less of them than it costs."""
 
     def seconds(self, cost: CostModel, one: Mapping[str, Any], baseline: Mapping[str, Any]) -> float:
-        """Expected seconds of three pairs, short ones where the study's protocol takes too much of the budget; 0 where
-        these do, too."""
-        for known in (cost, replace(cost, protocol=shortest(cost.protocol))):
-            both = [known.predict(execution, warm=True).expected_seconds for execution in (one, baseline)]
-            if LEAST_PAIRS * sum(both) <= self.most_seconds:
-                return LEAST_PAIRS * sum(both)
-        return 0.0
+        """What three pairs are not begun without, short ones where those of the study's protocol take too much of the
+        budget; 0 where these do, too."""
+        whole, short = (
+            [known.predict(execution, warm=True) for execution in (one, baseline)]
+            for known in (cost, replace(cost, protocol=shortest(cost.protocol)))
+        )
+        expected = [prediction.expected_seconds for prediction in short]
+        least = pairs_seconds(LEAST_PAIRS, expected, [prediction.upper_seconds for prediction in short])
+        wanted = LEAST_PAIRS * sum(prediction.expected_seconds for prediction in whole)
+        return next((seconds for seconds in (max(wanted, least), least) if seconds <= self.most_seconds), 0.0)
 
     def begin(
         self, selection: Selection, baseline: TrialRecord, earlier: Sequence[TrialRecord], cost: CostModel

@@ -1,7 +1,7 @@
 """A round of a verification: the baseline and the finalists once each, one after the other, and what each left."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tinyllm_ray.measure.bounds import window_error
@@ -48,6 +48,12 @@ def whole_rounds(records: Iterable[TrialRecord], known: Mapping[str, TrialRecord
             sides = {name: side_of(record) for name, record in results.items()}
             rounds.append(Round(number, list(results), protocol, sides))
     return rounds
+
+
+def pairs_seconds(count: int, expected: Sequence[float], upper: Sequence[float]) -> float:
+    """What so many rounds of processes have to have left to be begun: all as expected but for the last process, which
+    has to be started. By what none exceeds, few small budgets would do."""
+    return count * sum(expected) + max(upper) - min(expected)
 
 
 def shortest(protocol: Protocol) -> Protocol:

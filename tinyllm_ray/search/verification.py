@@ -18,7 +18,7 @@ from tinyllm_ray.search.finalists import SUSTAINED_SECONDS, Predict, first_compl
 from tinyllm_ray.search.noise import Spread, device_name
 from tinyllm_ray.search.pairs import CAUTIOUS_SPREAD, LEAST_PAIRS, MOST_PAIRS, Pair, expected_gain
 from tinyllm_ray.search.rates import rate
-from tinyllm_ray.search.rounds import Round, home_of, noise_of, shortest, side_of, whole_rounds
+from tinyllm_ray.search.rounds import Round, home_of, noise_of, pairs_seconds, shortest, side_of, whole_rounds
 from tinyllm_ray.search.verified import Evidence, Verified, conclude
 
 WINDOW_SHARE = 0.7
@@ -212,10 +212,9 @@ class Verification:
             protocol = self._fitting(members, left, seconds)
             if protocol is not None:
                 return self._round(members, protocol)
-        # All as expected but for the last, which has to be started: by what none exceeds few small budgets would do.
         short = shortest(self._protocol)
         expected = [self._expect(self._known[name].execution, short) for name in members]
-        needed = left * sum(expected) + max(self._seconds(name, short) for name in members) - min(expected)
+        needed = pairs_seconds(left, expected, [self._seconds(name, short) for name in members])
         if needed <= remaining:
             return self._round(members, short)
         return Done(f"budget: {LEAST_PAIRS} pairs of processes need up to {needed:.0f} s", True)

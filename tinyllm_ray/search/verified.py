@@ -105,8 +105,9 @@ def _reason(chosen: TrialRecord, speedup: Verdict | None, ties: Sequence[TrialRe
         if not speedup.differs:
             lead += ", a difference inside the noise"
     under_load = f", {load[0].candidate.targets_per_second:,.0f} targets/s under load" if load else ""
-    names = ", ".join(record.candidate for record in ties if fills_memory(chosen) or not fills_memory(record))
-    tie = f"; a tie with {names}, which start no sooner and need no less memory" if names else ""
+    names = [record.candidate for record in ties if fills_memory(chosen) or not fills_memory(record)]
+    start = "start no sooner and need" if len(names) > 1 else "starts no sooner and needs"
+    tie = f"; a tie with {', '.join(names)}, which {start} no less memory" if names else ""
     full = [record.candidate for record in ties if not fills_memory(chosen) and fills_memory(record)]
     tie += "".join(f"; a tie with {name}, which {FULL}" for name in full)
     own = f"; it {FULL}" if fills_memory(chosen) else ""

@@ -1,0 +1,38 @@
+"""What a study keeps for its verification is what the verification wants to begin."""
+
+import pytest
+from study_replay import fitted, record
+
+from tinyllm_ray.search.answers import Finished
+from tinyllm_ray.search.candidate import make_candidate
+from tinyllm_ray.search.cost import CostModel
+from tinyllm_ray.search.paired import PairedVerifier
+from tinyllm_ray.search.priors import Priors
+from tinyllm_ray.search.verdict import Selection
+
+SPACE = fitted()
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0, 4.0], ids=["too little", "short pairs", "whole pairs"])
+@pytest.mark.parametrize("total", [9.0, 30.0])
+def test_the_seconds_kept_are_enough_to_begin_and_no_fewer_are(share: float, total: float) -> None:
+    seconds = {"start": 0.5, "compile": 2.0, "warmup": 0.5, "windows": total - 4.0, "total": total}
+    eager = record(make_candidate(2, SPACE.settle({"update": "eager"})), rates=(1e6,) * 3, seconds=seconds)
+    base = record(make_candidate(1, SPACE.baseline), rates=(1.9e6,) * 3, seconds=seconds)
+    cost = CostModel("cuda", SPACE.parameters * SPACE.targets_per_update, SPACE.protocol, (base, eager), Priors("cuda"))
+    least = PairedVerifier(SPACE.protocol, 1e9).seconds(cost, eager.execution, base.execution)
+    short = next(
+        most
+        for most in range(1, 2000)
+        if PairedVerifier(SPACE.protocol, most).seconds(cost, eager.execution, base.execution)
+    )
+    verifier = PairedVerifier(SPACE.protocol, share * short)
+    kept = verifier.seconds(cost, eager.execution, base.execution)
+    assert (kept > 0) == (share >= 1)
+    assert kept <= max(least, short)
+    if kept:
+        rounds = verifier.begin(Selection(eager, (), ""), base, (), cost)
+        assert not isinstance(rounds.ask(kept), Finished)
+    again = verifier.begin(Selection(eager, (), ""), base, (), cost).ask(0.9 * short - 1)
+    assert isinstance(again, Finished)
+    assert again.reason.startswith("budget: 3 pairs of processes need up to ")
