@@ -6,6 +6,7 @@ from study_replay import fitted, record
 from tinyllm_ray.search.answers import Finished
 from tinyllm_ray.search.candidate import make_candidate
 from tinyllm_ray.search.cost import CostModel
+from tinyllm_ray.search.objective import Objective
 from tinyllm_ray.search.paired import PairedVerifier
 from tinyllm_ray.search.priors import Priors
 from tinyllm_ray.search.verdict import Selection
@@ -36,3 +37,21 @@ def test_the_seconds_kept_are_enough_to_begin_and_no_fewer_are(share: float, tot
     again = verifier.begin(Selection(eager, (), ""), base, (), cost).ask(0.9 * short - 1)
     assert isinstance(again, Finished)
     assert again.reason.startswith("budget: 3 pairs of processes need up to ")
+
+
+def test_where_one_can_be_verified_it_is_the_fastest_and_not_what_starts_soonest() -> None:
+    """On a noisy machine the search chooses the cheapest of a wide tie, and what that is worth is known."""
+    seconds = {"start": 0.5, "compile": 2.0, "warmup": 0.5, "windows": 9.0, "total": 12.0}
+    found = {
+        name: record(
+            make_candidate(number, SPACE.settle(changes)), rates=(rate, 0.9 * rate, 1.1 * rate), seconds=seconds
+        )
+        for number, (name, rate, changes) in enumerate(
+            [("base", 1.0e6, {}), ("soon", 1.0e6, {"update": "eager"}), ("fast", 1.08e6, {"micro_batch_size": 16})], 1
+        )
+    }
+    work = SPACE.parameters * SPACE.targets_per_update
+    cost = CostModel("cuda", work, SPACE.protocol, tuple(found.values()), Priors("cuda"))
+    short = PairedVerifier(SPACE.protocol, 100.0, Objective("training", 1e6, 1))
+    rounds = short.begin(Selection(found["soon"], (found["fast"],), ""), found["base"], (), cost)
+    assert rounds.verification.finalists == [found["fast"].execution_identity]

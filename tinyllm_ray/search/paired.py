@@ -20,7 +20,7 @@ from tinyllm_ray.search.verification import Run, Verification
 from tinyllm_ray.search.verified import Verified
 from tinyllm_ray.search.verifier import Again
 
-RESERVED_SHARE = 0.4
+RESERVED_SHARE = 0.5
 """Of a budget, at most, for verification: a budget that three pairs would take most of is better spent on searching."""
 
 
@@ -67,7 +67,8 @@ class PairedVerifier:
         fewest = 0 if selection.record.execution_identity == name else 1
         most = MOST_FINALISTS if spread.value * at_stake > costs else fewest
         close = choose_finalists(cost.records, name, spread)
-        finalists = list(dict.fromkeys([selection.record.execution_identity, *close]))
+        # The fastest first: of a tie the search chooses what starts soonest, which may be worth nothing to verify.
+        finalists = list(dict.fromkeys([*close[:1], selection.record.execution_identity, *close]))
         finalists = [finalist for finalist in finalists if finalist != name][:most]
         return Rounds(Verification(records, name, finalists, predict, self.protocol, spread, at_stake, expect))
 
