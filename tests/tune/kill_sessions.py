@@ -231,13 +231,15 @@ class Sessions:
         for session, (least, most) in self.walls.items():
             hold(session in entries, f"the session {session} is charged nothing")
             charged = entries[session]
-            hold(charged >= files.get(session, 0.0), f"{session}: {charged}, and {files[session]} in its file")
+            own = files.get(session, 0.0)  # none where it was killed before it wrote one
+            hold(charged >= own, f"{session}: {charged}, and {own} in its file")
             hold(least <= charged <= most, f"{session} is charged {charged}, and lasted {least} to {most}")
         # Each session was given what those before it had left.
         before = 0.0
         begun = {line["session"]: line["left"] for line in self.log() if line["kind"] == "begun"}
         for session, seconds in entries.items():
-            hold(begun[session] <= BUDGET_SECONDS - before, f"{session} had {begun[session]} of the budget")
+            left = begun.get(session, 0.0)  # none where it was killed before its study began
+            hold(left <= BUDGET_SECONDS - before, f"{session} had {left} of the budget")
             before += seconds
 
 
