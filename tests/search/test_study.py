@@ -432,14 +432,14 @@ def test_what_runs_counts_as_measured_with_what_is_expected_of_it() -> None:
     """Or a second worker would ask for the next of kin of the same thing."""
     asked = study(fit=fitted(KERNEL_SPACE))
     asked.tell(made_up(planted)(take(asked)))
-    running = take(asked), take(asked)
-    kin = asked.space.settle({"update": "graph", **dict.fromkeys(KERNELS, "triton"), "micro_batch_size": 16})
-    executions = [trial.candidate.execution for trial in running]
+    # Flash attention is not expected to gain, so that what it may gain all comes from what is not known of it.
+    kin = asked.space.settle({"sdpa_backend": "flash"})
+    executions = [asked.space.settle({"sdpa_backend": "flash", "update": "graph"})]
     alone, beside = (
         Outlook(asked.space, MANY, asked._cost, UNSEEN, others).prospects({"kin": kin})[0]
         for others in ([], executions)
     )
-    assert beside.gain < 0.95 * alone.gain
+    assert beside.gain < 0.9 * alone.gain
 
 
 def test_a_slow_device_is_no_fault_of_its_candidates() -> None:
