@@ -1,7 +1,6 @@
 """A study as its folder tells it: its recipe, space, objective and summary, and what is another here than it was."""
 
 import difflib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,13 +9,13 @@ from typing import Any, Final
 
 from tinyllm_ray.clock import parse_duration
 from tinyllm_ray.config import Config, validate
-from tinyllm_ray.errors import ConfigError, TinyllmRayError
+from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.measure.environment import collect_environment, devices, source_identity
 from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.records import TrialRecord
 from tinyllm_ray.search.fitting import DeviceKind, FittedSpace
 from tinyllm_ray.search.objective import Objective
-from tinyllm_ray.tune.budget import SUMMARY
+from tinyllm_ray.tune.budget import read_summary
 from tinyllm_ray.tune.claim import claim
 from tinyllm_ray.tune.folder import DEFINITION, Earlier, open_folder
 from tinyllm_ray.tune.request import PLANNED_RUNS
@@ -130,17 +129,6 @@ def open_study(out: Path) -> RecordedStudy:
     if not any(record.purpose == "search" for record in earlier.records):
         raise ConfigError(f"{out}: the study has measured nothing yet; go on with it with --resume")
     return RecordedStudy(out, earlier, read_summary(out))
-
-
-def read_summary(out: Path) -> dict[str, Any]:
-    """The summary of the study in `out`, empty where there is none. Raises TinyllmRayError where it is damaged."""
-    try:
-        summary = json.loads((out / SUMMARY).read_text())
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise TinyllmRayError(f"{out / SUMMARY} is damaged: {error}") from None
-    return dict(summary)
 
 
 def changes_since(record: TrialRecord, cache_identity: str | None) -> list[str]:

@@ -1,13 +1,12 @@
 """Makes the report page of a study and writes it: `OUT/report.html`, one file that needs no other."""
 
-import json
 from pathlib import Path
 from typing import Any, Final
 
 from tinyllm_ray import journal
 from tinyllm_ray.errors import ConfigError, TinyllmRayError
 from tinyllm_ray.records import TrialRecord, read_records
-from tinyllm_ray.tune.budget import SUMMARY
+from tinyllm_ray.tune.budget import SUMMARY, read_summary
 from tinyllm_ray.tune.folder import DEFINITION, TRIALS
 from tinyllm_ray.tune.page import charts, text
 from tinyllm_ray.tune.page.study import StudyPage, page_data
@@ -44,14 +43,7 @@ def read_study(out: Path) -> tuple[list[TrialRecord], dict[str, Any]]:
     refuse_several(out)
     if not any((out / name).is_file() for name in (DEFINITION, TRIALS, SUMMARY)):
         raise ConfigError(f"{out}: there is no study here (neither {DEFINITION} nor {TRIALS} nor {SUMMARY})")
-    try:
-        summary = json.loads((out / SUMMARY).read_text())
-    except FileNotFoundError:
-        summary = {}
-    except ValueError as error:
-        raise TinyllmRayError(f"{out / SUMMARY} is damaged: {error}") from None
-    if not isinstance(summary, dict):
-        raise TinyllmRayError(f"{out / SUMMARY} is damaged: it holds no JSON object")
+    summary = read_summary(out)
     try:
         return read_records(out / TRIALS), summary
     except ValueError as error:
