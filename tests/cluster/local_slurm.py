@@ -83,7 +83,11 @@ class LocalSlurm:
 
     def processes(self, node: str) -> list[str]:
         """Command lines of all processes on a node but Slurm's daemon."""
-        return [line for line in self.on(node, "ps", "-eo", "args=").splitlines() if not _ITS_OWN.search(line)]
+        return [line for line in self.on(node, "ps", "-ww", "-eo", "args=").splitlines() if not _ITS_OWN.search(line)]
+
+    def processes_of(self, job: int, node: str) -> list[str]:
+        """Those on a node that name a job's own folder there, as all of its Ray's do."""
+        return [line for line in self.processes(node) if re.search(rf"/tr\d+-{job}/", line)]
 
     def end_process(self, node: str, command: str) -> None:
         """SIGKILL the one process on a node whose command line begins like `command`."""
@@ -122,7 +126,7 @@ class LocalSlurm:
     def wait(self, condition: Callable[[], bool], job: int | None = None) -> None:
         """Until it holds. Slurm tells nobody; so it is asked.
 
-        Fails with the ends of all jobs' logs where `job` ends without it, and when the test's time is over.
+        Fails with the ends of all logs where `job` ends without it, and when the test's time is over.
         """
         while not condition():
             if job is not None and not self.is_active(job):
@@ -132,8 +136,12 @@ class LocalSlurm:
             time.sleep(0.5)
 
     def _tails(self) -> str:
-        logs = sorted(self.work.glob("tinyllm-*.log"))
-        return "\n".join("\n".join([f"{path.name}:", *path.read_text().splitlines()[-_TAIL_LINES:]]) for path in logs)
+        """The ends of all jobs' logs, their steps' included."""
+        logs = sorted([*self.work.glob("tinyllm-*.log"), *self.work.glob("tinyllm-*/*.log")])
+        return "\n".join(
+            "\n".join([f"{path.relative_to(self.work)}:", *path.read_text().splitlines()[-_TAIL_LINES:]])
+            for path in logs
+        )
 
 
 @contextmanager

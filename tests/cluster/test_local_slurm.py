@@ -157,7 +157,8 @@ def test_two_jobs_on_one_node_leave_each_other_alone(slurm: LocalSlurm) -> None:
     assert f"job {staying}: RUNNING on n1 " in told
     assert "cluster: 1 nodes, n1; head n1\n" in told
     assert "ssh -N -L" in slurm.login(sys.executable, "-m", "tinyllm_ray.cluster", "dashboard", staying)
-    slurm.wait(lambda: len([line for line in slurm.processes("n1") if "raylet/raylet" in line.split(" ")[0]]) == 1)
+    slurm.wait(lambda: not slurm.processes_of(going, "n1"), staying)
+    assert any("raylet/raylet --" in line for line in slurm.processes_of(staying, "n1")), slurm.processes("n1")
     ports = [
         set(json.loads((slurm.work / f"tinyllm-{job}" / "cluster.json").read_text())["ports"])
         for job in (staying, going)
