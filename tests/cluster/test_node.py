@@ -1,6 +1,9 @@
-"""A node's step: its private folder, its secret, and what Ray is told."""
+"""A node's step: its private folder, its secret, what Ray is told, and whether Ray is there."""
 
+import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -91,3 +94,55 @@ def test_folders_of_killed_jobs_go_and_those_in_use_or_of_others_stay(
     clear_left_behind(tmp_path / "tr0-9")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["else", "tr0-2", "tr10-4"]
     os.close(lock)
+
+
+RAY_WHOSE_RAYLET_ENDS = """
+import subprocess
+from pathlib import Path
+
+def main():
+    here = Path(__file__).parents[2]
+    with (here / "starts").open("a") as starts:
+        starts.write("x")
+    stays = len((here / "starts").read_text()) > {ending}
+    for name, seconds in (("gcs_server", 600), ("raylet", 600 if stays else 0)):
+        process = subprocess.Popen([here / name, "-S", "-c", f"import time; time.sleep({{seconds}})"])
+        if not seconds:
+            process.wait()
+"""
+
+
+@pytest.mark.parametrize(("ending", "starts"), [(1, 2), (9, 3)])
+def test_a_raylet_that_ends_at_once_is_started_again_and_in_the_end_said(
+    tmp_path: Path, ending: int, starts: int
+) -> None:
+    scripts = tmp_path / "ray" / "scripts"
+    scripts.mkdir(parents=True)
+    for package in (scripts.parent, scripts):
+        (package / "__init__.py").touch()
+    (scripts / "scripts.py").write_text(RAY_WHOSE_RAYLET_ENDS.format(ending=ending))
+    for name in ("raylet", "gcs_server"):
+        (tmp_path / name).symlink_to(os.path.realpath(sys.executable))
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    told = Node(
+        job=17, name="gh1", head=None, cpus=1, gpus=0, memory_mib=512, known_as="127.0.0.1", scratch=str(scratch)
+    )
+    step = subprocess.Popen(
+        [sys.executable, "-m", "tinyllm_ray.cluster.node", str(told)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert step.stdin
+    assert step.stdout
+    step.stdin.write("secret\n")
+    step.stdin.flush()
+    said = json.loads(step.stdout.readline())
+    step.communicate()
+    assert len((tmp_path / "starts").read_text()) == starts
+    assert (said["event"], step.returncode) == (("ready", 0) if ending == 1 else ("failed", 1))
+    assert said.get("reason", "").endswith("" if ending == 1 else ": its process for the node ends at once")
+    assert not list(scratch.iterdir())

@@ -89,15 +89,19 @@ def main(arguments: list[str]) -> int:
         with _Folder(node) as folder:
             token = folder.write_token(sys.stdin.buffer.readline())
             memory = bind_host_memory()  # Ray's processes inherit it
-            _say(event="ready", node=node.name, memory=memory, **_start(node, folder, token))
-            return _stay(node, told)
+            ready, core = _start(node, folder, token)
+            _say(event="ready", node=node.name, memory=memory, **ready)
+            return _stay(node, core, told)
     except TinyllmRayError as error:
         _say(event="failed", node=node.name, reason=str(error))
         return error.exit_status
 
 
-def _start(node: Node, own: "_Folder", token: Path) -> dict[str, Any]:
-    """Start Ray; what the launcher has to know of it. Raises TinyllmRayError with Ray's last line where it fails."""
+def _start(node: Node, own: "_Folder", token: Path) -> tuple[dict[str, Any], set[int]]:
+    """Start Ray; what the launcher has to know of it, and the processes without which there is no node.
+
+    Raises TinyllmRayError with Ray's last line where it fails.
+    """
     staged = staged_variables(own.stage) if node.staged else {}
     python = staged_python(own.stage) if node.staged else sys.executable
     environment = ray_environment({**os.environ, **staged}, token)
@@ -107,7 +111,8 @@ def _start(node: Node, own: "_Folder", token: Path) -> dict[str, Any]:
             address = address_towards(node.head.rpartition(":")[0]) or address
         ports = free_ports(node.job) if node.head is None else ()
         done = _run_ray([python, *_RAY, "start", *ray_arguments(node, address, ports, own.path)], environment)
-        if done.returncode == 0:
+        core = _core(node)
+        if done.returncode == 0 and core:
             return {
                 "host": os.uname().nodename,
                 "address": node.head or f"{address}:{ports[0]}",
@@ -117,14 +122,24 @@ def _start(node: Node, own: "_Folder", token: Path) -> dict[str, Any]:
                 "token": str(token),
                 "cpus": node.cpus,
                 "gpus": node.gpus,
-            }
+            }, core
         print(done.stdout, file=sys.stderr, flush=True)
         end_descendants(_PATIENCE_SECONDS, _LIMIT_SECONDS)
-        if all(map(is_free, ports)) and _TOO_SLOW not in done.stdout:
+        if done.returncode and all(map(is_free, ports)) and _TOO_SLOW not in done.stdout:
             break  # no other program was in its way
     where = f"at {address}" + (f", ports {ports[0]} to {ports[-1]}" if ports else f", for the head at {node.head}")
     lines = [line for line in done.stdout.splitlines() if line.strip()] or ["without a word"]
+    if not done.returncode:
+        lines = ["its process for the node ends at once"]
     raise TinyllmRayError(f"Ray does not start on {node.name} {where}: {lines[-1].strip()}")
+
+
+def _core(node: Node) -> set[int]:
+    """Ray's processes whose end is the node's; none where one is missing, of which `ray start` says nothing."""
+    wanted = {"raylet"} if node.head else {"raylet", "gcs_server"}
+    # The oldest of a name: what the raylet forks bears its name until it has become a worker.
+    found = {name: process for process, name in sorted(descendants().items(), reverse=True) if name in wanted}
+    return set(found.values()) if found.keys() == wanted else set()
 
 
 def _run_ray(command: list[str], environment: Mapping[str, str]) -> "subprocess.CompletedProcess[str]":
@@ -194,9 +209,8 @@ def share_of_host(cpus: int) -> int:
     return mib * min(cpus, os.cpu_count() or 1) // (os.cpu_count() or 1)
 
 
-def _stay(node: Node, told: list[float]) -> int:
-    """Until the launcher lets go, a SIGTERM has waited long enough, or Ray's process for the node has ended."""
-    core = {process for process, name in descendants().items() if name in ("raylet", "gcs_server")}
+def _stay(node: Node, core: set[int], told: list[float]) -> int:
+    """Until the launcher lets go, a SIGTERM has waited long enough, or one of the `core` processes has ended."""
     while True:
         if _is_let_go(_TICK_SECONDS):
             return EXIT_DONE
