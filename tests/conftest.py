@@ -110,6 +110,15 @@ def run_module(built_root: Path) -> RunModule:
     return run
 
 
+@pytest.fixture
+def neither_torch_nor_ray(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes started from here on fail where they import one of the two, which takes seconds."""
+    folder = tmp_path_factory.mktemp("neither")
+    for name in ("torch", "ray"):
+        (folder / f"{name}.py").write_text(f"raise AssertionError('{name} is imported')")
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `recipe.yaml` and `space.yaml`."""

@@ -5,6 +5,8 @@ import importlib
 import pkgutil
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NoReturn
@@ -85,6 +87,19 @@ def test_help_shows_examples_that_parse(
             assert job[0] == "-m"
             with pytest.raises(Parsed):
                 main_of(job[1]).main(job[2:])
+
+
+def test_no_help_waits_for_what_takes_seconds_to_import() -> None:
+    code = f"""
+import contextlib, importlib, sys
+for program, *words in {list(commands())!r}:
+    with contextlib.suppress(SystemExit):
+        importlib.import_module(program + ".__main__").main([*words, "--help"])
+print([name for name in ("torch", "ray", "numpy", "pandas", "rich") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.count("usage: ") == len(list(commands()))
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_the_examples_of_one_command_are_those_of_its_name() -> None:

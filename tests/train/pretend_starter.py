@@ -159,9 +159,11 @@ def wait_for_the_candidate() -> None:
 def main() -> None:
     import tinyllm_ray.train
 
-    trial = types.ModuleType("tinyllm_ray.train.trial")
-    trial.TrialRequest, trial.run_trial = TrialRequest, run_trial  # type: ignore[attr-defined]
-    sys.modules[trial.__name__] = tinyllm_ray.train.trial = trial  # type: ignore[attr-defined]
+    for name, part in (("trial", run_trial), ("trial_request", TrialRequest)):
+        module = types.ModuleType(f"tinyllm_ray.train.{name}")
+        setattr(module, part.__name__, part)
+        sys.modules[module.__name__] = module
+        setattr(tinyllm_ray.train, name, module)
 
     from tinyllm_ray.train import starter
 

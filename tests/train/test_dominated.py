@@ -9,7 +9,8 @@ from tinyllm_ray.config import Config
 from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.records import Fate
 from tinyllm_ray.train.outcome import RunningCandidate, build_record, judge
-from tinyllm_ray.train.trial import TrialRequest, run_trial
+from tinyllm_ray.train.trial import run_trial
+from tinyllm_ray.train.trial_request import TrialRequest
 
 MakeConfig = Callable[..., Config]
 

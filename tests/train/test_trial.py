@@ -13,7 +13,8 @@ from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.records import Device, Memory, Window
 from tinyllm_ray.train import trial as trial_module
-from tinyllm_ray.train.trial import TrialRequest, is_out_of_memory, run_trial
+from tinyllm_ray.train.trial import is_out_of_memory, run_trial
+from tinyllm_ray.train.trial_request import TrialRequest
 
 MakeConfig = Callable[..., Config]
 

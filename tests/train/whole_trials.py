@@ -8,7 +8,8 @@ from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.records import TrialRecord
 from tinyllm_ray.train.outcome import RunningCandidate, build_record, judge
-from tinyllm_ray.train.trial import TrialRequest, run_trial
+from tinyllm_ray.train.trial import run_trial
+from tinyllm_ray.train.trial_request import TrialRequest
 
 
 def measured(config: Config, cache: TokenCache, protocol: Protocol, parity: bool = False) -> TrialRecord:

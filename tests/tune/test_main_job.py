@@ -140,6 +140,7 @@ def test_another_study_is_not_written_over(study: tuple[Path, Finished], run_mod
     assert {path: path.read_bytes() for path in study[0].rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.usefixtures("neither_torch_nor_ray")
 def test_a_resumption_with_another_recipe_is_refused(
     study: tuple[Path, Finished], run_module: RunModule, tiny: Path
 ) -> None:
@@ -230,6 +231,7 @@ OTHER_MISTAKES = [
 ]
 
 
+@pytest.mark.usefixtures("neither_torch_nor_ray")
 @pytest.mark.parametrize(
     ("arguments", "said"), [*MISTAKES, *(pytest.param(*mistake, marks=pytest.mark.slow) for mistake in OTHER_MISTAKES)]
 )

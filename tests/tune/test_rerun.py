@@ -296,6 +296,7 @@ def test_a_candidate_is_measured_again_for_real(built_root: Path, tmp_path: Path
     assert "mb8 eager auto t1 again" in (out / "report.html").read_text()
 
 
+@pytest.mark.usefixtures("neither_torch_nor_ray")
 @pytest.mark.slow
 def test_a_mistake_is_one_line_and_status_2(run_module: RunModule, tmp_path: Path) -> None:
     write_study(tmp_path / "study", fastest_with_math, "other tokens")

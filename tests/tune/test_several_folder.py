@@ -212,6 +212,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.usefixtures("neither_torch_nor_ray")
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -263,6 +263,7 @@ def test_a_decision_is_put_to_the_test_for_real(built_root: Path, tmp_path: Path
     assert f"{answer['outcome']}: {answer['reason']}" in done.output
 
 
+@pytest.mark.usefixtures("neither_torch_nor_ray")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "said"),

@@ -101,7 +101,8 @@ def _live(request: dict[str, Any], events_fd: int, begin: float, starter: int) -
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        from tinyllm_ray.train.trial import TrialRequest, run_trial
+        from tinyllm_ray.train.trial import run_trial
+        from tinyllm_ray.train.trial_request import TrialRequest
 
         run_trial(TrialRequest.model_validate(request), lambda event: _send(events_fd, event), begin)
         status = 0

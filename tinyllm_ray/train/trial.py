@@ -12,10 +12,9 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import BaseModel
 
 from tinyllm_ray.clock import Clock
 from tinyllm_ray.config import Config
@@ -24,47 +23,15 @@ from tinyllm_ray.data.staged import staged_copy
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.measure.environment import devices
 from tinyllm_ray.measure.gpu_sensors import open_sensors
-from tinyllm_ray.measure.need import Bar
 from tinyllm_ray.measure.windows import measure
-from tinyllm_ray.protocol import Protocol
-from tinyllm_ray.records import Proof, Purpose
+from tinyllm_ray.records import Proof
 from tinyllm_ray.train.compile_artifact import save_compiled
 from tinyllm_ray.train.compile_cache import given_folder
 from tinyllm_ray.train.proof import Evidence, Watched, gather_evidence
 from tinyllm_ray.train.trainer import Trainer
+from tinyllm_ray.train.trial_request import TrialRequest
 
 Emit = Callable[[dict[str, Any]], None]
-
-
-class TrialRequest(BaseModel):
-    """Everything a candidate's process is told."""
-
-    study: str
-    candidate: str
-    label: str
-    """Name for people, like `mb32 compiled default auto t8`."""
-    config: dict[str, Any]
-    protocol: Protocol
-    cache: str | None
-    """Folder of the token cache; None in data mode `synthetic`."""
-    cache_identity: str | None
-    range_server: str | None = None
-    """Address of the node's server of token ranges; None reads the cache's files."""
-    configuration: str | None = None
-    """Path of the candidate's configuration file, relative to the study's folder."""
-    compiled: str | None = None
-    """Path of the file that what the candidate compiles is kept in; None keeps it nowhere."""
-    device_kind: Literal["cuda", "cpu"] | None = None
-    """What the study's figures are of; None takes what there is."""
-    parity: bool = False
-    """Whether one update is compared with the float32 reference, which takes a second model's memory."""
-    limit_seconds: float
-    """Seconds from the request after which the process is ended."""
-    purpose: Purpose = "search"
-    round: int | None = None
-    """Of a verification."""
-    bar: Bar = Bar()
-    """What an adaptive protocol stops the candidate for."""
 
 
 def run_trial(request: TrialRequest, emit: Emit, begin: float, clock: Clock = time.perf_counter) -> None:

@@ -21,7 +21,7 @@ from tinyllm_ray.search.noise import bar_of, device_name, spread_of
 from tinyllm_ray.search.study import Study
 from tinyllm_ray.train.outcome import RunningCandidate, build_record
 from tinyllm_ray.train.recipe import learning_rate_sum
-from tinyllm_ray.train.trial import TrialRequest
+from tinyllm_ray.train.trial_request import TrialRequest
 from tinyllm_ray.tune.late_files import LateFiles
 from tinyllm_ray.tune.table import Row
 
