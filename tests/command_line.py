@@ -10,6 +10,8 @@ class Finished:
 
     status: int
     output: str
+    wall_seconds: float = 0.0
+    """Of its process, where that is measured."""
 
 
 RunModule = Callable[..., Finished]

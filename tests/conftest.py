@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -95,6 +96,7 @@ def run_module(built_root: Path) -> RunModule:
         # As of now: a Ray started in this process leaves its kind of authentication here for those that join it.
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         environment |= {"TINYLLM_RAY_CACHE": str(built_root), "COLUMNS": "200"}
+        begin = time.monotonic()
         done = subprocess.run(
             [sys.executable, "-m", module, *map(str, arguments)],
             cwd=cwd,
@@ -105,7 +107,7 @@ def run_module(built_root: Path) -> RunModule:
             timeout=timeout,
             check=False,
         )
-        return Finished(done.returncode, done.stdout)
+        return Finished(done.returncode, done.stdout, time.monotonic() - begin)
 
     return run
 

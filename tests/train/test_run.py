@@ -256,6 +256,15 @@ class TestCommandLine:
         assert read_json(out / "result.json")["step"] == 3
         assert load(out / "config.yaml") == load(file, ["training.max_updates=3"])
 
+    def test_without_a_cache_named_it_is_the_default_one(
+        self, tiny: MakeConfig, tiny_cache: TokenCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "recipe.yaml").write_text(tiny().to_yaml())
+        monkeypatch.setattr("tinyllm_ray.data.prepare.default_cache", lambda: tiny_cache.folder)
+        arguments = ["--config", str(tmp_path / "recipe.yaml"), "--set", "training.max_updates=1"]
+        assert main([*arguments, "--out", str(tmp_path / "run")]) == 0
+        assert read_json(tmp_path / "run" / "result.json")["cache_identity"] == tiny_cache.identity
+
     def test_a_budget_larger_than_the_cache_is_said(
         self, file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,21 +17,49 @@ from small_caches import MakeCache
 
 from tinyllm_ray.config import load
 from tinyllm_ray.data.prepare import CACHE_VARIABLE
+from tinyllm_ray.data.unigram import unigram_level
 from tinyllm_ray.records import Fate, TrialRecord, read_records
 
-BUDGET_SECONDS = 120
-TWO_CANDIDATES = """
-baseline: {micro_batch_size: 8, cpu_threads: 1}
-factors: {cpu_threads: [1, 2]}
-protocol: {warmup_updates: 1, windows: 1, updates_per_window: 1}
-"""
+BUDGET_SECONDS = 150
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """A study as Ctrl-C left it, after its first candidate."""
+
+    command: list[str]
+    summary: dict
+    records: list[TrialRecord]
+    files: dict[str, str]
+    said: str
+    """From the interruption on."""
+    wall_seconds: float
 
 
 @pytest.fixture(scope="module")
-def study(run_module: RunModule, tiny: Path) -> tuple[Path, Finished]:
-    """A finished study's folder, and what its command said."""
-    arguments = ("--config", tiny / "recipe.yaml", "--space", tiny / "space.yaml", "--runs", "40", "--out", "study")
-    done = run_module("tinyllm_ray.tune", "--budget", f"{BUDGET_SECONDS}s", *arguments, cwd=tiny)
+def interrupted(built_root: Path, tiny: Path) -> Interrupted:
+    command = [sys.executable, "-m", "tinyllm_ray.tune", "--budget", f"{BUDGET_SECONDS}s", "--out", "study"]
+    command += ["--config", "recipe.yaml", "--space", "space.yaml", "--runs", "40"]
+    environment = os.environ | {CACHE_VARIABLE: str(built_root)}
+    begin = time.monotonic()
+    with subprocess.Popen(command, cwd=tiny, env=environment, stderr=subprocess.PIPE, text=True) as study:
+        assert study.stderr is not None
+        for line in study.stderr:
+            if ": complete" in line:
+                break
+        study.send_signal(signal.SIGINT)
+        said = study.stderr.read()
+        assert study.wait() == 128 + signal.SIGINT, said
+    wall, folder = time.monotonic() - begin, tiny / "study"
+    files = {name: (folder / name).read_text() for name in ("report.html", "selected.yaml")}
+    summary = json.loads((folder / "summary.json").read_text())
+    return Interrupted(command[3:], summary, read_records(folder / "trials.jsonl"), files, said, wall)
+
+
+@pytest.fixture(scope="module")
+def study(interrupted: Interrupted, run_module: RunModule, tiny: Path) -> tuple[Path, Finished]:
+    """The folder of the same study, which has gone on to its end, and what its second session said."""
+    done = run_module("tinyllm_ray.tune", *interrupted.command, "--resume", cwd=tiny)
     return tiny / "study", done
 
 
@@ -105,7 +134,7 @@ def test_a_candidates_configuration_is_the_recipe_under_its_execution(
 
 
 def test_the_selected_configuration_trains(
-    study: tuple[Path, Finished], summary: dict, run_module: RunModule, tmp_path: Path
+    study: tuple[Path, Finished], summary: dict, run_module: RunModule, make_cache: MakeCache, tmp_path: Path
 ) -> None:
     folder, done = study
     assert "next: python -m tinyllm_ray.train --config study/selected.yaml --out " in done.output
@@ -114,7 +143,10 @@ def test_the_selected_configuration_trains(
     assert promise is not None
     assert promise.candidate == summary["selected"]["candidate"]
     assert promise.low < promise.targets_per_second < promise.high
-    arguments = ("--config", folder / "selected.yaml", "--set", "training.max_updates=3", "--out", "run")
+    # Of few tokens to validate on, as the default corpus's take a model of any size 15 s.
+    cache = make_cache([n % 32_000 for n in range(40_000)], 10_000, vocab_size=32_000, validation=range(5000))
+    settings = ("--set", "training.max_updates=3", "--set", f"data.cache={cache.folder}")
+    arguments = ("--config", folder / "selected.yaml", *settings, "--out", "run")
     trained = run_module("tinyllm_ray.train", *arguments, cwd=tmp_path)
     assert trained.status == 0, trained.output
     result = json.loads((tmp_path / "run" / "result.json").read_text())
@@ -125,7 +157,8 @@ def test_the_selected_configuration_trains(
     assert result["promise"]["predicted_seconds"]["total"] > promise.start_seconds > 0
     assert result["recipe_identity"] == summary["recipe_identity"]
     assert result["validation"]["validation_complete"]
-    assert result["levels"]["unigram"] == pytest.approx(6.81, abs=0.02)
+    assert result["cache_identity"] == cache.identity
+    assert result["levels"]["unigram"] == pytest.approx(unigram_level(cache))
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in metrics] == [1, 2, 3]
     assert metrics[-1]["tokens"] == 3 * 512
@@ -162,45 +195,25 @@ def test_a_resumption_without_budget_left_is_refused_at_once(
     assert "of the budget of 5s are spent; give a larger --budget" in done.output
 
 
-def interrupt_after_a_candidate(command: list[str], folder: Path, environment: dict[str, str]) -> tuple[str, float]:
-    """What the command says from the interruption on, which comes when it has measured a candidate; its seconds."""
-    begin = time.monotonic()
-    with subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True) as study:
-        assert study.stderr is not None
-        for line in study.stderr:
-            if ": complete" in line:
-                break
-        study.send_signal(signal.SIGINT)
-        rest = study.stderr.read()
-        assert study.wait() == 128 + signal.SIGINT, rest
-    return rest, time.monotonic() - begin
+def test_ctrl_c_keeps_what_was_measured(interrupted: Interrupted) -> None:
+    assert interrupted.records
+    assert interrupted.summary["ended"] == "SIGINT"
+    assert "running" not in {row["state"] for row in interrupted.summary["candidates"]}
+    assert "Ended: SIGINT" in interrupted.files["report.html"]
+    assert interrupted.summary["selected"]["candidate"] in {record.candidate for record in interrupted.records}
+    assert "ended: SIGINT" in interrupted.said
+    assert "next: python -m tinyllm_ray.train --config study/selected.yaml" in interrupted.said
+    assert "Traceback" not in interrupted.said
 
 
-def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(built_root: Path, tiny: Path) -> None:
-    command = [sys.executable, "-m", "tinyllm_ray.tune", "--budget", "150s", "--out", "broken"]
-    command += ["--config", "recipe.yaml", "--space", "two.yaml", "--runs", "120"]
-    # A second thread may save a tenth of some minutes, so the study goes on; a minute under load is too much for that.
-    (tiny / "two.yaml").write_text(TWO_CANDIDATES)
-    environment = os.environ | {CACHE_VARIABLE: str(built_root)}
-    records_file = tiny / "broken" / "trials.jsonl"
-    rest, first_wall = interrupt_after_a_candidate(command, tiny, environment)
-    kept = [record.candidate for record in read_records(records_file)]
-    assert kept
-    summary = json.loads((tiny / "broken" / "summary.json").read_text())
-    assert summary["ended"] == "SIGINT"
-    assert "ended: SIGINT" in rest
-    assert "next: python -m tinyllm_ray.train --config broken/selected.yaml" in rest
-    assert "Traceback" not in rest
-    assert "running" not in {row["state"] for row in summary["candidates"]}
-    assert "Ended: SIGINT" in (tiny / "broken" / "report.html").read_text()
-    spent = summary["elapsed_seconds"]
-    _, wall = interrupt_after_a_candidate([*command, "--resume"], tiny, environment)
-    candidates = [record.candidate for record in read_records(records_file)]
-    assert candidates[: len(kept)] == kept
-    assert len(set(candidates)) == len(candidates) > len(kept)
-    after = json.loads((tiny / "broken" / "summary.json").read_text())
-    assert after["study"] == summary["study"]
-    assert spent + 0.5 * wall < after["elapsed_seconds"] <= first_wall + wall
+def test_resume_goes_on_and_counts_what_was_used(
+    interrupted: Interrupted, study: tuple[Path, Finished], summary: dict, records: list[TrialRecord]
+) -> None:
+    kept, spent, first_wall = interrupted.records, interrupted.summary["elapsed_seconds"], interrupted.wall_seconds
+    assert records[: len(kept)] == kept
+    assert len(records) > len(kept)
+    assert summary["study"] == interrupted.summary["study"]
+    assert spent + 0.5 * study[1].wall_seconds < summary["elapsed_seconds"] <= first_wall + study[1].wall_seconds
 
 
 MISTAKES = [
