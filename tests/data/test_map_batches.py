@@ -55,6 +55,7 @@ def ray_map():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tinyllm_ray.cluster.connect.usable_cores", lambda: WORKERS)
+        patch.setattr("tinyllm_ray.cluster.connect._has_dashboard", lambda: False)  # half of Ray's start
         # This file is no package that a worker could import: its functions travel by value.
         import ray.cloudpickle
 
