@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from one_layer import one_layer
 from torch._dynamo.utils import counters
 from torch.overrides import TorchFunctionMode
 
@@ -19,6 +20,14 @@ from tinyllm_ray.train.optimizer import build_optimizer
 from tinyllm_ray.train.update import Update
 
 MakeConfig = Callable[..., Config]
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny: MakeConfig) -> MakeConfig:
+    """Of a single layer: the time goes by layers, and what is asked of one is asked of each."""
+    return one_layer(tiny)
+
+
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 executions = pytest.mark.parametrize("update", ["eager", "compiled"])

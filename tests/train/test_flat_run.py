@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from flat_kernels import DEVICE, runnable
+from one_layer import one_layer
 from runs import learned, metrics_of, weights_of
 from safetensors.torch import load_file
 
@@ -18,6 +19,13 @@ from tinyllm_ray.train.export import export_run
 from tinyllm_ray.train.trainer import Trainer
 
 MakeConfig = Callable[..., Config]
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny: MakeConfig) -> MakeConfig:
+    """Of a single layer: the time goes by layers, and what is asked of one is asked of each."""
+    return one_layer(tiny)
+
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="bits are promised on the CPU")
 

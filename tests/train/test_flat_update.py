@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from flat_kernels import DEVICE, runnable
+from one_layer import one_layer
 from poison import FAULTS, HARMED, assert_bit_equal, check_guard, poison, random_batch, state_of, weights_of
 
 from tinyllm_ray.config import Config
@@ -20,6 +21,13 @@ from tinyllm_ray.train.trainer import Trainer, choose_device
 from tinyllm_ray.train.update import Statistics, Update
 
 MakeConfig = Callable[..., Config]
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny: MakeConfig) -> MakeConfig:
+    """Of a single layer: the time goes by layers, and what is asked of one is asked of each."""
+    return one_layer(tiny)
+
 
 RATES = (0.0, 0.01, 0.03, 0.002)
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from one_layer import one_layer
 from poison import poison, random_batch, state_of
 from runs import learned
 from tape import TapeCapture
@@ -26,6 +27,13 @@ from tinyllm_ray.train.run import Run
 from tinyllm_ray.train.trainer import Solo, Trainer
 
 MakeConfig = Callable[..., Config]
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny: MakeConfig) -> MakeConfig:
+    """Of a single layer: the time goes by layers, and what is asked of one is asked of each."""
+    return one_layer(tiny)
+
 
 CPU = torch.device("cpu")
 UPDATES = WARM_UP_UPDATES + 6

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from one_layer import one_layer
 from small_caches import write_cache
 from torch._dynamo.utils import counters
 
@@ -29,6 +30,13 @@ from tinyllm_ray.train.trainer import Trainer
 from tinyllm_ray.train.update import Update, tag_compile_cache
 
 MakeConfig = Callable[..., Config]
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny: MakeConfig) -> MakeConfig:
+    """Of a single layer: the time goes by layers, and what is asked of one is asked of each."""
+    return one_layer(tiny)
+
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="these compare what the CPU computes"),

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from one_layer import one_layer
 from runs import lines_of, metrics_of, read_json
 from safetensors.torch import load_file
 
@@ -19,6 +20,13 @@ from tinyllm_ray.train.checkpoints import find_checkpoint
 from tinyllm_ray.train.recipe import learning_rate, solo_config
 
 MakeConfig = Callable[..., Config]
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny: MakeConfig) -> MakeConfig:
+    """Of a single layer: the time goes by layers, and what is asked of one is asked of each."""
+    return one_layer(tiny)
+
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these compare what the CPU computes")
 

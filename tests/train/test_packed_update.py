@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from one_layer import one_layer
 from torch._dynamo.utils import counters
 
 from tinyllm_ray.config import Config
@@ -20,6 +21,13 @@ from tinyllm_ray.train.packed_update import PackedUpdate
 from tinyllm_ray.train.update import Loss, Update
 
 MakeConfig = Callable[..., Config]
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny: MakeConfig) -> MakeConfig:
+    """Of a single layer: the time goes by layers, and what is asked of one is asked of each."""
+    return one_layer(tiny)
+
 
 RATES = (0.01, 0.03, 0.0, 0.002)
 ROWS = 8
