@@ -8,7 +8,7 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -60,6 +60,15 @@ def examples_of(epilog: str, command: str) -> str:
         if keep:
             kept.append(line)
     return "\n".join(["examples:", *kept])
+
+
+def run_command(commands: Mapping[str, Callable[[list[str]], int]], arguments: list[str], parser: Parser) -> int | None:
+    """The exit status of the command that `arguments` begin with; None where they begin with none, but an option."""
+    if not arguments or arguments[0].startswith("-"):
+        return None
+    if arguments[0] not in commands:
+        parser.error(f"there is no command {arguments[0]!r}, but {', '.join(commands)}")
+    return commands[arguments[0]](arguments[1:])
 
 
 def say(line: str, stream: TextIO | None = None) -> None:

@@ -51,11 +51,11 @@ class TestWithoutAnything:
             return real_import(name, *arguments, **keywords)
 
         monkeypatch.setattr(builtins, "__import__", without)
-        gpu_sensors._pynvml.cache_clear()
+        gpu_sensors.find_nvml.cache_clear()
         try:
             assert open_sensors(UUID) is None
         finally:
-            gpu_sensors._pynvml.cache_clear()
+            gpu_sensors.find_nvml.cache_clear()
 
     @pytest.mark.parametrize("error", [pynvml.NVML_ERROR_DRIVER_NOT_LOADED, pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH])
     def test_a_driver_that_does_not_answer(self, error: int) -> None:

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from tinyllm_ray.errors import ConfigError
+from tinyllm_ray.summary import SUMMARY
 from tinyllm_ray.tune import budget
-from tinyllm_ray.tune.budget import SUMMARY, seconds_left, spent_seconds
+from tinyllm_ray.tune.budget import seconds_left, spent_seconds
 
 
 def test_a_study_that_begins_has_all_of_it(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tinyllm_ray.errors import ConfigError
-from tinyllm_ray.tune.budget import SUMMARY, seconds_left, sessions_so_far, spent_seconds
+from tinyllm_ray.summary import SUMMARY
+from tinyllm_ray.tune.budget import seconds_left, sessions_so_far, spent_seconds
 from tinyllm_ray.tune.sessions import SESSIONS, read_sessions, with_reported, with_trials, write_session
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from command_line import Finished
 
-from tinyllm_ray.errors import ConfigError
+from tinyllm_ray.errors import ConfigError, TinyllmRayError
 from tinyllm_ray.tune.again.recorded import open_study
 from tinyllm_ray.tune.budget import spent_seconds
 from tinyllm_ray.tune.page.command import report_command
@@ -202,7 +202,7 @@ def test_a_damaged_summary_is_said(out: Path) -> None:
     with pytest.raises(ConfigError, match="this is no summary of several studies"):
         read_whole(out)
     (out / "summary.json").write_text("{")
-    with pytest.raises(ConfigError, match="damaged"):
+    with pytest.raises(TinyllmRayError, match="damaged"):
         open_whole(out, PRESETS, True)
 
 

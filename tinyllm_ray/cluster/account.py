@@ -4,7 +4,6 @@ A trial holds one GPU from its request to its record; where a cluster has no GPU
 are counted. What the allocation had and no trial held is idle.
 """
 
-import json
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,11 +14,12 @@ from tinyllm_ray.clock import format_duration
 from tinyllm_ray.cluster.accounting import JobRun
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.records import TrialRecord, read_records
+from tinyllm_ray.summary import find_summary
 
 PHASES = ("start", "compile", "warmup", "windows", "proof", "verify", "other")
 """`verify` is all of the trials that measure again, `other` what a trial's record has beside its phases: the wait for
 its process, and its end."""
-_RECORDS, _SUMMARY = "trials.jsonl", "summary.json"
+_RECORDS = "trials.jsonl"
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,7 @@ def read_study(folder: Path) -> StudyUse:
     """A study's records and summary. Raises ConfigError where the folder holds none."""
     if not (folder / _RECORDS).exists():
         raise ConfigError(f"{folder} holds no study's records ({_RECORDS} is missing); give a job's number or an OUT")
-    try:
-        summary = json.loads((folder / _SUMMARY).read_text())
-    except (OSError, ValueError):
-        summary = {}
-    return StudyUse(folder, read_records(folder / _RECORDS), summary)
+    return StudyUse(folder, read_records(folder / _RECORDS), find_summary(folder))
 
 
 def jobs_of(records: Iterable[TrialRecord]) -> list[int]:

@@ -15,6 +15,7 @@ from typing import Any
 from tinyllm_ray.cluster.numa_claims import Claims
 from tinyllm_ray.cluster.numa_memory import MemoryPolicy, bind_host_memory
 from tinyllm_ray.errors import ConfigError
+from tinyllm_ray.measure.gpu_sensors import find_nvml
 from tinyllm_ray.measure.numa import bus_address, cpus_near, format_list, gpu_addresses, numa_nodes
 
 
@@ -100,7 +101,7 @@ def trial_gpu(environment: Mapping[str, str] = os.environ, nvml: Any = None) -> 
     visible = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
     if not visible:
         return None
-    nvml = nvml or _pynvml()
+    nvml = nvml or find_nvml()
     if nvml is None:
         return None
     try:
@@ -111,11 +112,3 @@ def trial_gpu(environment: Mapping[str, str] = os.environ, nvml: Any = None) -> 
     except nvml.NVMLError:
         return None
     return bus_address(found.decode() if isinstance(found, bytes) else found)
-
-
-def _pynvml() -> Any:
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    return pynvml

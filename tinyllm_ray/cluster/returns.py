@@ -5,7 +5,6 @@ Slurm brings a job back after preemption, `scontrol requeue` or the loss of its 
 the launcher imports this module.
 """
 
-import json
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,10 +16,11 @@ from tinyllm_ray.cluster.jobs import ask_slurm
 from tinyllm_ray.cluster.nodes import job_field
 from tinyllm_ray.command import say
 from tinyllm_ray.errors import EXIT_DONE, EXIT_NO_RESULT, EXIT_SIGTERM, ConfigError
+from tinyllm_ray.summary import find_summary
 
 LEAST_REST_SECONDS = 60.0
 """Of a budget; with less a study is not worth going on with, as its start takes 5 to 12 s and a candidate 10 s."""
-_DEFINITION, _SUMMARY, _SELECTED = "study.yaml", "summary.json", "selected.yaml"
+_DEFINITION, _SELECTED = "study.yaml", "selected.yaml"
 _CUT = (None, "the budget's end", "SIGTERM", "SIGINT")
 """How a study's summary says that it did not end by itself; None is that of one that was killed."""
 _NODES_LOST = "nodes lost"
@@ -79,8 +79,8 @@ def option_value(words: Sequence[str], option: str) -> str | None:
 
 def settled_status(folder: Path) -> int | None:
     """The exit status of a study that has nothing left to do in another run; None where it has, or cannot be read."""
-    summary = _summary(folder)
-    if summary is None or _is_unfinished(summary):
+    summary = find_summary(folder)
+    if not summary or _is_unfinished(summary):
         return None
     return EXIT_DONE if (folder / _SELECTED).exists() else EXIT_NO_RESULT
 
@@ -96,8 +96,8 @@ def has_to_return(words: Sequence[str], status: int, received: Sequence[int], le
     folder = study_folder(words) if is_study(words) else None
     if folder is None:
         return bool(received) and status == EXIT_SIGTERM
-    summary = _summary(folder)
-    if status not in (EXIT_DONE, EXIT_NO_RESULT, EXIT_SIGTERM) or summary is None or not _is_unfinished(summary):
+    summary = find_summary(folder)
+    if status not in (EXIT_DONE, EXIT_NO_RESULT, EXIT_SIGTERM) or not summary or not _is_unfinished(summary):
         return False
     if received or str(summary["ended"]).startswith(_NODES_LOST):
         return True
@@ -116,14 +116,6 @@ def own_name(environment: Mapping[str, str]) -> str:
     """What Slurm calls this job alone: the number of an array's last task is the whole array's."""
     array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else environment["SLURM_JOB_ID"]
-
-
-def _summary(folder: Path) -> dict[str, Any] | None:
-    try:
-        summary = json.loads((folder / _SUMMARY).read_text())
-        return summary if isinstance(summary, dict) else None
-    except (OSError, ValueError):
-        return None
 
 
 def _is_unfinished(summary: Mapping[str, Any]) -> bool:

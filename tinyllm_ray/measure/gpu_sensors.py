@@ -89,7 +89,7 @@ def open_sensors(identifier: str | None, nvml: Any = None) -> GpuSensors | None:
     """
     if identifier is None:
         return None
-    nvml = nvml or _pynvml()
+    nvml = nvml or find_nvml()
     if nvml is None:
         return None
     try:
@@ -107,7 +107,7 @@ def uuid_of(visible: str, nvml: Any = None) -> str | None:
     first = visible.split(",")[0].strip()
     if not first.isdigit():
         return first if first.startswith("GPU-") else None  # a MIG slice has no sensors of its own
-    nvml = nvml or _pynvml()
+    nvml = nvml or find_nvml()
     if nvml is None:
         return None
     try:
@@ -118,8 +118,8 @@ def uuid_of(visible: str, nvml: Any = None) -> str | None:
 
 
 @functools.cache
-def _pynvml() -> Any:
-    """The module, or None: an environment put together by hand may lack it."""
+def find_nvml() -> Any:
+    """The module pynvml, or None: an environment put together by hand may lack it."""
     try:
         import pynvml
     except ImportError:

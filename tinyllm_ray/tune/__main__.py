@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tinyllm_ray.allocation import seconds_within_allocation
 from tinyllm_ray.clock import Deadline, parse_duration
-from tinyllm_ray.command import Parser, exit_status, say
+from tinyllm_ray.command import Parser, exit_status, run_command, say
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.tune.budget import seconds_left
 from tinyllm_ray.tune.channel import STUDY_COMMAND
@@ -70,10 +70,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = build_parser()
-    if arguments and not arguments[0].startswith("-"):
-        if arguments[0] not in COMMANDS:
-            parser.error(f"there is no command {arguments[0]!r}, but {', '.join(COMMANDS)}")
-        return COMMANDS[arguments[0]](arguments[1:])
+    if (status := run_command(COMMANDS, arguments, parser)) is not None:
+        return status
     options = parser.parse_args(arguments)
     return exit_status(lambda: _supervise(options, arguments))
 

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from tinyllm_ray.clock import format_duration
-from tinyllm_ray.errors import ConfigError, TinyllmRayError
+from tinyllm_ray.errors import ConfigError
+from tinyllm_ray.summary import SUMMARY
 from tinyllm_ray.tune.processes import drop_helper, start_helper
 from tinyllm_ray.tune.sessions import read_sessions, with_reported
-
-SUMMARY = "summary.json"
 
 _ANSWER_SECONDS = 10.0
 """For the folder's file system to give the last report; before it nobody knows how much of the budget is left."""
@@ -83,16 +82,3 @@ def seconds_left(total_seconds: float, out: Path, resume: bool) -> float:
             "give a larger --budget"
         )
     return total_seconds - spent
-
-
-def read_summary(out: Path) -> dict[str, Any]:
-    """The summary of the study in `out`, empty where there is none. Raises TinyllmRayError where it is damaged."""
-    try:
-        summary = json.loads((out / SUMMARY).read_text())
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise TinyllmRayError(f"{out / SUMMARY} is damaged: {error}") from None
-    if not isinstance(summary, dict):
-        raise TinyllmRayError(f"{out / SUMMARY} is damaged: it holds no JSON object")
-    return summary

@@ -18,7 +18,7 @@ from tinyllm_ray.errors import EXIT_DONE, EXIT_NO_RESULT
 from tinyllm_ray.promise import CompiledFile
 from tinyllm_ray.records import SCHEMA_VERSION, TrialRecord
 from tinyllm_ray.search.study import Study
-from tinyllm_ray.tune.budget import SUMMARY
+from tinyllm_ray.summary import SUMMARY
 from tinyllm_ray.tune.driver import StudyDriver
 from tinyllm_ray.tune.folder import SELECTED
 from tinyllm_ray.tune.page.maker import PAGE, PageMaker

@@ -18,7 +18,7 @@ from tinyllm_ray import journal
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.paths import is_there
 from tinyllm_ray.records import SCHEMA_VERSION
-from tinyllm_ray.tune.budget import SUMMARY
+from tinyllm_ray.summary import SUMMARY, find_summary, read_summary
 from tinyllm_ray.tune.claim import claim
 from tinyllm_ray.tune.folder import DEFINITION, check_vacant
 from tinyllm_ray.tune.preset_names import folder_name, study_folders
@@ -104,14 +104,9 @@ def refuse_several(out: Path) -> None:
 
 
 def read_whole(out: Path) -> dict[str, Any]:
-    """The summary of all studies, empty where there is none yet. Raises ConfigError where it is damaged."""
-    try:
-        summary = json.loads((out / SUMMARY).read_text())
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise ConfigError(f"{out / SUMMARY}: damaged: {error}") from None
-    if not isinstance(summary, dict) or not isinstance(summary.get("studies"), list):
+    """The summary of all studies, empty where there is none yet. Raises TinyllmRayError where it is damaged."""
+    summary = read_summary(out)
+    if summary and not isinstance(summary.get("studies"), list):
         raise ConfigError(f"{out / SUMMARY}: this is no summary of several studies")
     return summary
 
@@ -148,10 +143,7 @@ def write_whole(
 
 def study_figures(folder: Path) -> dict[str, Any]:
     """What a study's own summary says of its answer; every figure None where it has none."""
-    try:
-        summary = json.loads((folder / SUMMARY).read_text())
-    except (OSError, ValueError):
-        summary = {}
+    summary = find_summary(folder)
     selected, baseline = summary.get("selected") or {}, summary.get("baseline") or {}
     labels = {row["candidate"]: row["label"] for row in summary.get("candidates", ())}
     measured = [row for row in summary.get("candidates", ()) if row["seconds"] is not None]

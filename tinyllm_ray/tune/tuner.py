@@ -1,6 +1,5 @@
 """The tuner as a Python object: the same supervised study that the command line runs."""
 
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -22,8 +21,9 @@ from tinyllm_ray.errors import (
 from tinyllm_ray.records import TrialRecord, read_records
 from tinyllm_ray.search.objective import ObjectiveKind
 from tinyllm_ray.search.space import Space
+from tinyllm_ray.summary import SUMMARY, read_summary
 from tinyllm_ray.table import table_row
-from tinyllm_ray.tune.budget import SUMMARY, seconds_left
+from tinyllm_ray.tune.budget import seconds_left
 from tinyllm_ray.tune.channel import STUDY_COMMAND
 from tinyllm_ray.tune.folder import SELECTED, TRIALS
 from tinyllm_ray.tune.page.maker import bring_up_to_date
@@ -59,12 +59,15 @@ class TuneResult:
 
     @classmethod
     def read(cls, out: str | Path) -> "TuneResult":
-        """The result of the study in `out`. Raises ConfigError where there is none, NoResultError without a verdict."""
+        """The result of the study in `out`.
+
+        Raises ConfigError where there is none, NoResultError without a verdict, TinyllmRayError where it is damaged.
+        """
         folder = Path(out)
         refuse_several(folder)
-        if not (folder / SUMMARY).is_file():
+        summary = read_summary(folder)
+        if not summary:
             raise ConfigError(f"{folder}: there is no study here ({SUMMARY} is missing)")
-        summary = json.loads((folder / SUMMARY).read_text())
         if summary["selected"] is None:
             raise NoResultError(f"{folder}: no candidate gave a figure that can be believed; see {SUMMARY}")
         records = tuple(read_records(folder / TRIALS))

@@ -15,7 +15,7 @@ from tinyllm_ray.search.noise import Spread, device_name, spread_of
 from tinyllm_ray.search.pairs import CAUTIOUS_SPREAD
 from tinyllm_ray.search.rates import fastest
 from tinyllm_ray.search.validation import Claim, Question
-from tinyllm_ray.tune.budget import read_summary
+from tinyllm_ray.summary import read_summary
 from tinyllm_ray.tune.folder import TRIALS
 from tinyllm_ray.tune.request import Asked
 

@@ -15,7 +15,7 @@ from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.records import TrialRecord
 from tinyllm_ray.search.fitting import DeviceKind, FittedSpace
 from tinyllm_ray.search.objective import Objective
-from tinyllm_ray.tune.budget import read_summary
+from tinyllm_ray.summary import read_summary
 from tinyllm_ray.tune.claim import claim
 from tinyllm_ray.tune.folder import DEFINITION, Earlier, open_folder
 from tinyllm_ray.tune.request import PLANNED_RUNS

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from tinyllm_ray.clock import Deadline
-from tinyllm_ray.tune.budget import SUMMARY
+from tinyllm_ray.summary import SUMMARY
 
 PAGE: Final = "report.html"
 _REST_SECONDS: Final = 5.0

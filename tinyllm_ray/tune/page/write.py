@@ -6,7 +6,7 @@ from typing import Any, Final
 from tinyllm_ray import journal
 from tinyllm_ray.errors import ConfigError, TinyllmRayError
 from tinyllm_ray.records import TrialRecord, read_records
-from tinyllm_ray.tune.budget import SUMMARY, read_summary
+from tinyllm_ray.summary import SUMMARY, read_summary
 from tinyllm_ray.tune.folder import DEFINITION, TRIALS
 from tinyllm_ray.tune.page import charts, text
 from tinyllm_ray.tune.page.study import StudyPage, page_data

@@ -1,0 +1,27 @@
+"""A study's summary, read strictly or as far as it can be read."""
+
+from pathlib import Path
+
+import pytest
+
+from tinyllm_ray.errors import TinyllmRayError
+from tinyllm_ray.summary import SUMMARY, find_summary, read_summary
+
+
+def test_what_is_there_is_read_and_what_is_not_is_empty(tmp_path: Path) -> None:
+    assert read_summary(tmp_path) == find_summary(tmp_path) == {}
+    (tmp_path / SUMMARY).write_text('{"study": "s"}')
+    assert read_summary(tmp_path) == find_summary(tmp_path) == {"study": "s"}
+
+
+@pytest.mark.parametrize("content", [b"", b'{"study": ', b"[]", b"null", b"\xff"])
+def test_a_damaged_one_is_said_or_done_without(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / SUMMARY).write_bytes(content)
+    with pytest.raises(TinyllmRayError, match=f"{SUMMARY} is damaged: "):
+        read_summary(tmp_path)
+    assert find_summary(tmp_path) == {}
+
+
+def test_a_folder_that_is_none_has_no_summary(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert find_summary(tmp_path / "file") == {}
