@@ -117,7 +117,9 @@ def neither_torch_nor_ray(tmp_path_factory: pytest.TempPathFactory, monkeypatch:
     """Processes started from here on fail where they import one of the two, which takes seconds."""
     folder = tmp_path_factory.mktemp("neither")
     for name in ("torch", "ray"):
-        (folder / f"{name}.py").write_text(f"raise AssertionError('{name} is imported')")
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text(f"raise AssertionError('{name} is imported')")
+        (folder / name / "version.py").write_text("cuda = None")  # which is read without an import
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
 
 

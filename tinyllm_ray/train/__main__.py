@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tinyllm_ray.command import Parser, exit_status, say
+from tinyllm_ray.command import Parser, exit_status, run_command, say
 from tinyllm_ray.errors import EXIT_DONE, ConfigError
 from tinyllm_ray.train.convert import export_command, import_command
 from tinyllm_ray.train.evaluate_command import evaluate_command
@@ -68,10 +68,8 @@ def main(arguments: list[str] | None = None, age_seconds: float = 0.0) -> int:
     stages = Stages(age_seconds)
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = build_parser()
-    if arguments and not arguments[0].startswith("-"):
-        if arguments[0] not in COMMANDS:
-            parser.error(f"there is no command {arguments[0]!r}, but {', '.join(COMMANDS)}")
-        return COMMANDS[arguments[0]](arguments[1:])
+    if (status := run_command(COMMANDS, arguments, parser)) is not None:
+        return status
     options = parser.parse_args(arguments)
     with Interruption(lambda number: leave_before_start(options.out, options.resume is not None, number)) as heard:
         return exit_status(lambda: _run(options, heard, stages))
@@ -112,50 +110,21 @@ def build_parser() -> Parser:
 
 
 def _run(options: argparse.Namespace, interruption: Interruption, stages: Stages) -> int:
-    """From the request to the exit status: mistakes are found first, then what takes time is done side by side."""
+    """From the request to the exit status."""
     from tinyllm_ray.train.collector import collector_at_rest
-    from tinyllm_ray.train.compile_cache import cache_variables, compile_cache_folder, keep_bytecode
+    from tinyllm_ray.train.compile_cache import keep_bytecode
 
     keep_bytecode()
-    helpers = ThreadPoolExecutor(2, "start")
     with collector_at_rest():
-        config = _configuration(options)
-        folder = helpers.submit(compile_cache_folder)  # asks nvidia-smi, beside torch's import
+        begun = _begin(options, stages)
+    if begun is None:
+        return EXIT_DONE
+    config, cache, checkpoint = begun
 
-        from tinyllm_ray.data.cache import open_cache
-        from tinyllm_ray.data.prepare import default_cache
-        from tinyllm_ray.data.staged import staged_copy
-        from tinyllm_ray.train.ahead import import_compiler, warm_device
-        from tinyllm_ray.train.recipe import (
-            check_checkpoints,
-            check_fits,
-            check_validation,
-            describe_equal_runs,
-            describe_passes,
-        )
-        from tinyllm_ray.train.run import Run
-        from tinyllm_ray.train.show import progress_line
-        from tinyllm_ray.train.trainer import choose_device
+    from tinyllm_ray.train.recipe import describe_equal_runs, describe_passes
+    from tinyllm_ray.train.run import Run
+    from tinyllm_ray.train.show import progress_line
 
-        os.environ.update(cache_variables(folder.result()))  # read at the first compilation
-        if options.decisions is not None:
-            config = _decided(config, options)
-        stages.end("imports")
-        cache = staged_copy(open_cache(config.data.cache or default_cache()))
-        check_fits(config, cache)
-        check_validation(config, cache)
-        check_checkpoints(config)
-        device = choose_device(config)
-        if _is_complete(options, config, cache):
-            return EXIT_DONE
-        checkpoint = _checkpoint(options, config, cache)
-        _take_folder(options, checkpoint)
-        stages.end("cache_checks")
-        warm = helpers.submit(warm_device, config, device)
-        import_compiler(config)
-        _use_compiled(config, Path(folder.result()))
-        warm.result()
-        stages.end("compiler_and_device")
     for line in (describe_passes(config, cache), describe_equal_runs(config)):
         if line is not None:
             say(line, sys.stderr)
@@ -172,6 +141,47 @@ def _run(options: argparse.Namespace, interruption: Interruption, stages: Stages
         ).execute()
     _say_end(options.out)
     return status
+
+
+def _begin(options: argparse.Namespace, stages: Stages) -> "tuple[Config, TokenCache, Checkpoint | None] | None":
+    """What to train, on what, and where to go on from; None where there is nothing left to train.
+
+    Mistakes are found first, then what takes time is done side by side.
+    """
+    from tinyllm_ray.train.compile_cache import cache_variables, compile_cache_folder
+
+    config = _configuration(options)
+    helpers = ThreadPoolExecutor(2, "start")
+    folder = helpers.submit(compile_cache_folder)  # asks nvidia-smi, beside torch's import
+
+    from tinyllm_ray.data.cache import open_cache
+    from tinyllm_ray.data.prepare import default_cache
+    from tinyllm_ray.data.staged import staged_copy
+    from tinyllm_ray.train.ahead import import_compiler, warm_device
+    from tinyllm_ray.train.recipe import check_checkpoints, check_fits, check_validation
+    from tinyllm_ray.train.run import Run  # noqa: F401 (PyTorch and all that a run needs belong to this stage)
+    from tinyllm_ray.train.trainer import choose_device
+
+    os.environ.update(cache_variables(folder.result()))  # read at the first compilation
+    if options.decisions is not None:
+        config = _decided(config, options)
+    stages.end("imports")
+    cache = staged_copy(open_cache(config.data.cache or default_cache()))
+    check_fits(config, cache)
+    check_validation(config, cache)
+    check_checkpoints(config)
+    device = choose_device(config)
+    if _is_complete(options, config, cache):
+        return None
+    checkpoint = _checkpoint(options, config, cache)
+    _take_folder(options, checkpoint)
+    stages.end("cache_checks")
+    warm = helpers.submit(warm_device, config, device)
+    import_compiler(config)
+    _use_compiled(config, Path(folder.result()))
+    warm.result()
+    stages.end("compiler_and_device")
+    return config, cache, checkpoint
 
 
 def _say_end(out: Path) -> None:

@@ -15,6 +15,7 @@ from tinyllm_ray.errors import EXIT_DONE, ConfigError
 
 if TYPE_CHECKING:
     from tinyllm_ray.config import Config
+    from tinyllm_ray.data.cache import TokenCache
     from tinyllm_ray.train.weights_source import WeightsSource
 
 _EVALUATE_EPILOG = """examples:
@@ -57,17 +58,10 @@ def _evaluate(options: argparse.Namespace) -> int:
 
     os.environ.update(cache_variables(compile_cache_folder()))  # before torch is imported
 
-    import torch
-
-    from tinyllm_ray.data.cache import Tokens, open_cache
-    from tinyllm_ray.data.loader import subset_batches, validation_batches
+    from tinyllm_ray.data.cache import open_cache
     from tinyllm_ray.data.prepare import default_cache
-    from tinyllm_ray.model.llama import allocate
-    from tinyllm_ray.train.evaluate import Evaluator
     from tinyllm_ray.train.recipe import check_vocabulary
     from tinyllm_ray.train.result import perplexity
-    from tinyllm_ray.train.trainer import choose_device, settle_threads
-    from tinyllm_ray.train.weights import load_weights
     from tinyllm_ray.train.weights_source import open_weights
 
     source = open_weights(options.source)
@@ -75,20 +69,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     cache = open_cache(config.data.cache or default_cache())
     cache.shards(options.split)
     check_vocabulary(config, cache)
-    device = choose_device(config)
-    torch.set_num_threads(settle_threads(config, device))
-    model = allocate(config.model)
-    load_weights(model, source.weights)
-    evaluator = Evaluator(model.to(device), config, device)
-    context, chosen = config.model.context, config.evaluation
-    batches: Iterator[Tokens] = (
-        subset_batches(cache, context, evaluator.rows, chosen.subset_blocks, chosen.subset_seed, split=options.split)
-        if options.subset
-        else validation_batches(cache, context, evaluator.rows, split=options.split)
-    )
-    began = time.perf_counter()
-    loss, targets = evaluator.evaluate(batches)
-    seconds = time.perf_counter() - began
+    loss, targets, seconds = _loss(source.weights, config, cache, options)
     found = {
         "weights": str(source.weights),
         "step": source.step,
@@ -105,6 +86,35 @@ def _evaluate(options: argparse.Namespace) -> int:
         say(f"{cache.folder} is another token cache than the one of the training", sys.stderr)
     say(json.dumps(found, indent=2, ensure_ascii=False))
     return EXIT_DONE
+
+
+def _loss(
+    weights: Path, config: "Config", cache: "TokenCache", options: argparse.Namespace
+) -> tuple[float, int, float]:
+    """The mean loss in nats, over how many targets, and the seconds that took."""
+    import torch
+
+    from tinyllm_ray.data.cache import Tokens
+    from tinyllm_ray.data.loader import subset_batches, validation_batches
+    from tinyllm_ray.model.llama import allocate
+    from tinyllm_ray.train.evaluate import Evaluator
+    from tinyllm_ray.train.trainer import choose_device, settle_threads
+    from tinyllm_ray.train.weights import load_weights
+
+    device = choose_device(config)
+    torch.set_num_threads(settle_threads(config, device))
+    model = allocate(config.model)
+    load_weights(model, weights)
+    evaluator = Evaluator(model.to(device), config, device)
+    context, chosen = config.model.context, config.evaluation
+    batches: Iterator[Tokens] = (
+        subset_batches(cache, context, evaluator.rows, chosen.subset_blocks, chosen.subset_seed, split=options.split)
+        if options.subset
+        else validation_batches(cache, context, evaluator.rows, split=options.split)
+    )
+    began = time.perf_counter()
+    loss, targets = evaluator.evaluate(batches)
+    return loss, targets, time.perf_counter() - began
 
 
 def _configuration(source: "WeightsSource", options: argparse.Namespace) -> "Config":

@@ -86,8 +86,6 @@ def build_record(
     request, result = candidate.request, candidate.result or {}
     config = Config.model_validate(request["config"])
     execution = config.execution.model_dump(mode="json")
-    first = candidate.stage_seconds.get("compile")
-    warmup = candidate.stage_seconds.get("warmup")
     return TrialRecord(
         study=request["study"],
         candidate=request["candidate"],
@@ -104,18 +102,11 @@ def build_record(
         execution=execution,
         protocol=Protocol.model_validate(request["protocol"]),
         devices=[Device.model_validate(device) for device in result.get("devices", [])],
-        seconds=Seconds(
-            start=candidate.stage_seconds.get("start"),
-            compile=first,
-            warmup=None if warmup is None or first is None else warmup - first,
-            windows=sum(window.seconds for window in candidate.windows) if candidate.windows else None,
-            proof=result.get("proof_seconds"),
-            total=total_seconds,
-        ),
+        seconds=_seconds(candidate, total_seconds),
         start_stage_seconds=candidate.start_stage_seconds,
         windows=candidate.windows,
-        first_update_seconds=first,
-        warmup_seconds=warmup,
+        first_update_seconds=candidate.stage_seconds.get("compile"),
+        warmup_seconds=candidate.stage_seconds.get("warmup"),
         seconds_per_update=_figure(result.get("seconds_per_update")),
         targets_per_second=_figure(result.get("targets_per_second")),
         memory=Memory.model_validate(result.get("memory", {})),
@@ -129,6 +120,19 @@ def build_record(
         compile_cache=compile_cache,
         configuration=request["configuration"],
         timestamp=candidate.timestamp,
+    )
+
+
+def _seconds(candidate: RunningCandidate, total_seconds: float) -> Seconds:
+    """What each phase took; the warm-up's seconds hold those of the first update."""
+    first, warmup = candidate.stage_seconds.get("compile"), candidate.stage_seconds.get("warmup")
+    return Seconds(
+        start=candidate.stage_seconds.get("start"),
+        compile=first,
+        warmup=None if warmup is None or first is None else warmup - first,
+        windows=sum(window.seconds for window in candidate.windows) if candidate.windows else None,
+        proof=(candidate.result or {}).get("proof_seconds"),
+        total=total_seconds,
     )
 
 
