@@ -3,9 +3,12 @@
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 
 import pytest
 import torch
+
+tl = pytest.importorskip("triton.language")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -24,9 +27,25 @@ def runnable(*modules: str) -> Iterator[None]:
         patch.setenv("TRITON_INTERPRET", "1")
         for module in loaded:
             importlib.reload(module)
+            sum_with_numpy(module, patch)
         yield
     for module in loaded:
         importlib.reload(module)
+
+
+def sum_with_numpy(module: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """The interpreter calls a reduction's function for each element, in Python; Triton's own addition is NumPy's to it.
+
+    The module's own, if it has one, is then `module._own_add`.
+    """
+    if hasattr(module, "_add"):
+        patch.setattr(module, "_own_add", module._add, raising=False)
+        patch.setattr(module, "_add", tl.standard._sum_combine)
+
+
+def use_own_addition(module: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """As a GPU does."""
+    patch.setattr(module, "_add", getattr(module, "_own_add", module._add))
 
 
 def gradients(outputs: tuple[torch.Tensor, ...], inputs: list[torch.Tensor], seed: int = 5) -> tuple[torch.Tensor, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import nn
+from triton_kernels import sum_with_numpy, use_own_addition
 
 from tinyllm_ray.train.mixing import mixing_matrix
 from tinyllm_ray.train.packed_optimizer import Mixing, PackedAdamW
@@ -23,6 +24,7 @@ def _interpreter() -> Iterator[None]:
         if DEVICE.type == "cpu":
             patch.setenv("TRITON_INTERPRET", "1")
             importlib.reload(packed_kernel)
+            sum_with_numpy(packed_kernel, patch)
         yield
     importlib.reload(packed_kernel)
 
@@ -70,6 +72,14 @@ def run(
 @pytest.mark.parametrize("models", [1, 3, pytest.param(8, marks=pytest.mark.slow)])
 def test_equals_the_operators_in_float64(models: int, scheme: str | None) -> None:
     found, expected = run(models, torch.float64, True, scheme), run(models, torch.float64, False, scheme)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("scheme", ["awc", "atc"])
+def test_its_own_addition_mixes_the_same(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_own_addition(packed_kernel, monkeypatch)
+    found, expected = run(2, torch.float64, True, scheme), run(2, torch.float64, False, scheme)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 

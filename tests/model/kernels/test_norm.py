@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from triton_kernels import DEVICE, gradients, runnable
+from triton_kernels import DEVICE, gradients, runnable, use_own_addition
 
 from tinyllm_ray.model.operations import TORCH
 
@@ -47,6 +47,11 @@ def compare(
 def test_sum_norm_and_gradients_are_those_of_the_operators(rows: int, width: int, adds: bool) -> None:
     delta = draw(rows, width, seed=1) if adds else None
     compare((draw(rows, width), delta, draw(width, seed=2)), rtol=1e-12, atol=1e-12)
+
+
+def test_its_own_addition_sums_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_own_addition(norm, monkeypatch)
+    compare((draw(7, 5), draw(7, 5, seed=1), draw(5, seed=2)), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("models", [2, 3])
