@@ -1,5 +1,6 @@
 """The journal survives a crash at any byte."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -143,3 +144,35 @@ def test_a_failed_replacement_leaves_the_old_file_alone(tmp_path: Path, monkeypa
         journal.write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["summary.json"]
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["hard links", "none"])
+def test_of_several_that_write_a_file_first_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    def refuse(source: Path, target: Path) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
+    path = tmp_path / "study.yaml"
+    journal.write_first(path, b"one")
+    with pytest.raises(FileExistsError):
+        journal.write_first(path, b"other")
+    assert path.read_bytes() == b"one"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_appears_while_a_file_is_written_first_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, synchronize = tmp_path / "study.yaml", os.fsync
+
+    def slowly(descriptor: int) -> None:
+        synchronize(descriptor)
+        path.write_bytes(b"one")
+
+    monkeypatch.setattr(os, "fsync", slowly)
+    with pytest.raises(FileExistsError):
+        journal.write_first(path, b"other")
+    assert path.read_bytes() == b"one"

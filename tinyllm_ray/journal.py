@@ -4,11 +4,13 @@ A record counts once its line, newline included, is on disk. What a crash left a
 recorded: readers leave it out and the next append removes it. Standard library only: the supervisor imports this.
 """
 
+import errno
 import json
 import os
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -55,6 +57,29 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Replace `path` in one step: a reader sees the old content or the whole of the other, never a part."""
+    with _written_beside(path, data) as temporary:
+        temporary.replace(path)
+
+
+def write_first(path: Path, data: bytes) -> None:
+    """Write `path` in one step where nobody has; of several at it at once, one. Raises FileExistsError for the others.
+
+    A file system without hard links is trusted to have no others.
+    """
+    with _written_beside(path, data) as temporary:
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            raise
+        except OSError:
+            if path.exists():
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+            temporary.replace(path)
+
+
+@contextmanager
+def _written_beside(path: Path, data: bytes) -> Iterator[Path]:
+    """A file beside `path` that holds `data` on the disk, and is gone afterwards."""
     # Two threads, or two nodes with equal process numbers, must not write the same one.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
@@ -62,7 +87,7 @@ def write_atomically(path: Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+        yield temporary
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -53,6 +53,17 @@ def refusal(out: Path, **changed: Any) -> str:
     return message.removeprefix(f"--resume: {out} holds a study of something else: ").rpartition("; ask for")[0]
 
 
+def test_of_two_that_begin_at_once_in_one_folder_one_does(tmp_path: Path) -> None:
+    """Both looked before Ray started, and saw nothing."""
+    out = tmp_path / "study"
+    assert open_folder(out, resume=False) is open_folder(out, resume=True) is None
+    begin(out, budget="1m")
+    first = (out / "study.yaml").read_bytes()
+    with pytest.raises(ConfigError, match="another study has begun there meanwhile; choose another folder"):
+        begin(out, budget="2m")
+    assert (out / "study.yaml").read_bytes() == first
+
+
 def test_the_same_again_goes_on(tmp_path: Path) -> None:
     machine = {"accelerators": ("H200",), "cache_identity": "c" * 64}
     definition = begin(tmp_path / "study", **machine)

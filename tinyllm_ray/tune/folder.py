@@ -133,10 +133,13 @@ def begin_study(
                 journal.remove_torn(folder)
         else:
             out.mkdir(parents=True, exist_ok=True)
-            journal.remove_torn(out)
-            journal.write_atomically(out / DEFINITION, dump_yaml(asked.model_dump(mode="json")).encode())
+            # Ray's start and a cache's building lie between the look at the folder and this: another may have been.
+            journal.write_first(out / DEFINITION, dump_yaml(asked.model_dump(mode="json")).encode())
             claim(out / DEFINITION)
+            journal.remove_torn(out)
         (out / CANDIDATES).mkdir(exist_ok=True)
+    except FileExistsError:
+        raise ConfigError(f"--out {out}: another study has begun there meanwhile; choose another folder") from None
     except OSError as error:
         raise ConfigError(f"--out {out}: {error.strerror}; choose a folder that can be written") from None
     return asked if earlier is None else earlier.definition

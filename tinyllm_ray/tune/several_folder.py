@@ -7,6 +7,7 @@ OUT/summary.json     how each stands, and what of the budget is used
 OUT/index.html       the same for people
 """
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -88,10 +89,10 @@ def begin_whole(out: Path, presets: Sequence[str]) -> None:
     """Make the folder, say what it is of, and hold it. Raises ConfigError where that cannot be."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        journal.remove_torn(out)
-        if not (out / PRESETS).exists():
-            journal.write_atomically(out / PRESETS, dump_yaml({"presets": list(presets)}).encode())
+        with contextlib.suppress(FileExistsError):
+            journal.write_first(out / PRESETS, dump_yaml({"presets": list(presets)}).encode())
         claim(out / PRESETS)
+        journal.remove_torn(out)
     except OSError as error:
         raise ConfigError(f"--out {out}: {error.strerror}; choose a folder that can be written") from None
 
