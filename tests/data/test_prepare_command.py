@@ -302,6 +302,20 @@ def test_a_folder_with_other_things_is_refused(corpus, tmp_path, capsys):
     [
         (["--tokenizer", "bpe:many"], "--tokenizer bpe:many: bpe: is followed by a number of entries, as in bpe:32000"),
         (["--tokenizer", "bpe:100"], "a byte-level vocabulary of 100 is too small; use 257 or more"),
+        (
+            ["--tokenizer", "bpe:99_999_999_999"],
+            "a byte-level vocabulary of 99,999,999,999 is too large; use 1,048,576",
+        ),
+        (["--config", "en"], "--config: changes nothing for files; leave it out, or name another --source"),
+        (["--streaming"], "--streaming: changes nothing for files;"),
+        (
+            ["--source", "sotu", "--validation-fraction", "0.1"],
+            "--validation-fraction: changes nothing for the default",
+        ),
+        (
+            ["--source", "sotu", "--validation-fraction", "0.01", "--documents", "lines"],
+            "--documents and --split-long-documents: changes nothing for",
+        ),
         (["--text-column", "body"], "a.jsonl.gz: line 1: there is no column 'body'; its columns are text"),
         (["--validation-fraction", "0.0000001"], "the split 'validation' holds no text in 0 documents"),
         (["--source", "nothing.txt"], "--source nothing.txt: no such file or folder"),
@@ -377,6 +391,22 @@ def test_a_tokenizer_is_trained_on_a_bounded_part(corpus, tmp_path, monkeypatch)
         prepare(request, tmp_path / "cache")
     assert sum(map(len, seen)) == 10_000
     assert len(set(seen)) == len(seen)
+
+
+def test_a_mistake_leaves_what_is_hidden_in_the_folder(corpus, tmp_path, capsys):
+    """A folder of git's holds nothing that anybody sees, and all that there is of somebody's work."""
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "HEAD").write_text("ref: refs/heads/main")
+    (tmp_path / ".notes").write_text("mine")
+    assert run(*arguments(corpus, tmp_path), "--text-column", "body", capsys=capsys)[0] == 2
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [".git", ".notes", "HEAD"]
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(corpus, capsys):
+    status, said = run(*arguments(corpus, "/proc/nowhere"), capsys=capsys)
+    assert status == 2
+    assert said.err.splitlines()[-1].startswith("error: --out /proc/nowhere: cannot be written (")
+    assert said.err.endswith("; choose another folder\n")
 
 
 @pytest.mark.parametrize("there_before", [False, True])

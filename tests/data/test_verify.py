@@ -169,6 +169,16 @@ def test_info_says_what_a_cache_is(cache, capsys):
     assert "from token" not in capsys.readouterr().out
 
 
+def test_info_shows_no_more_rows_than_there_are(cache, capsys):
+    assert main(["info", str(cache.folder), "--rows", "999999999"]) == 0
+    shown = [line for line in capsys.readouterr().out.splitlines() if "from token" in line]
+    assert len(shown) == len(set(shown)) == -(-cache.manifest.splits["train"].tokens // 64)
+    with pytest.raises(SystemExit) as raised:
+        main(["info", str(cache.folder), "--rows", "-1"])
+    assert raised.value.code == 2
+    assert "'-1' is no whole number from 0 on" in capsys.readouterr().err
+
+
 def test_info_and_verify_need_no_tokenizer_library(cache, child_environment):
     code = """
 import sys

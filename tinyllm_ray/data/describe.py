@@ -11,11 +11,14 @@ _ROW_TOKENS: Final = 64
 
 
 def describe(cache: TokenCache, rows: int) -> Iterator[str]:
-    """Lines for people: the facts, and the beginning of `rows` rows, evenly spread over the first split."""
+    """Lines for people: the facts, and the beginning of `rows` rows, evenly spread over the first split.
+
+    Of rows there are no more than lie there one behind the other.
+    """
     manifest = cache.manifest
     yield f"{cache.folder}: token cache {manifest.identity}"
     for key, value in manifest.source.items():
-        yield f"  {key}: {value if isinstance(value, str | int | float) else json.dumps(value)}"
+        yield f"  {key}: {value if isinstance(value, str | int | float) else json.dumps(value, ensure_ascii=False)}"
     yield (
         f"  vocabulary: {manifest.vocab_size:,} entries as {manifest.dtype}, end of text {manifest.end_of_text}, "
         f"fingerprint {manifest.tokenizer_fingerprint[:16]}"
@@ -43,6 +46,7 @@ def _rows(cache: TokenCache, rows: int) -> Iterator[str]:
     backend = _backend(cache)
     if backend is None:
         yield "  rows as ids, for there is nothing here to decode them with (pip install tokenizers):"
+    rows = min(rows, -(-tokens // _ROW_TOKENS))
     for number in range(rows):
         start = tokens * number // rows
         ids = cache.read(split, start, min(start + _ROW_TOKENS, tokens)).tolist()

@@ -50,7 +50,7 @@ def build_parser() -> Parser:
     verify.add_argument("--workers", type=_positive, metavar="N", help="threads that read (default: the cores)")
     info = commands.add_parser("info", help="say what a cache is and show a few rows")
     info.add_argument("cache", type=Path)
-    info.add_argument("--rows", type=int, default=3, metavar="N", help="rows to show (default: %(default)s)")
+    info.add_argument("--rows", type=_natural, default=3, metavar="N", help="rows to show (default: %(default)s)")
     return parser
 
 

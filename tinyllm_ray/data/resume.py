@@ -95,7 +95,10 @@ def begun(out: Path, request: dict[str, Any]) -> Iterator[bool]:
     then use the folder.
     """
     existed = out.exists()
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be written ({error.strerror}); choose another folder") from None
     descriptor = os.open(out, os.O_RDONLY)
     try:
         try:
@@ -118,8 +121,11 @@ def begun(out: Path, request: dict[str, Any]) -> Iterator[bool]:
 
 
 def _withdraw(out: Path, existed: bool) -> None:
-    """Remove what was begun in `out`, and `out` where it was made for it."""
+    """Remove what was begun in `out`, and `out` where it was made for it; what is hidden there may be another's."""
+    forget_leftovers(out)
     for entry in out.iterdir():
+        if entry.name.startswith("."):
+            continue
         if entry.is_dir():
             shutil.rmtree(entry)
         else:

@@ -5,7 +5,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -66,10 +66,12 @@ def open_source(names: Sequence[str], options: SourceOptions) -> Source:
     if not 0 < options.validation_fraction < 1:
         raise ConfigError(f"--validation-fraction {options.validation_fraction}: must lie between 0 and 1")
     if list(names) == [SOURCE]:
+        _refuse_idle("the default corpus", _OF_DATA_SETS | _OF_DOCUMENTS, options)
         return _corpus()
     local = [name for name in names if _is_local(name)]
     saved = [name for name in local if _is_saved(Path(name))]
     if local and len(local) == len(names) and not saved:
+        _refuse_idle("files", _OF_DATA_SETS, options)
         return _files(names, options)
     if len(names) > 1:
         raise ConfigError(
@@ -83,6 +85,19 @@ def open_source(names: Sequence[str], options: SourceOptions) -> Source:
     from tinyllm_ray.data.hub import open_hub, open_saved
 
     return open_saved(Path(name), options) if saved else open_hub(name.removeprefix(HUB_PREFIX), options)
+
+
+_OF_DATA_SETS: Final = frozenset({"config", "revision", "train_split", "validation_split", "streaming"})
+_OF_DOCUMENTS: Final = frozenset({"text_column", "validation_fraction", "reading"})
+_OPTIONS: Final = {"reading": "--documents and --split-long-documents"}
+
+
+def _refuse_idle(kind: str, idle: frozenset[str], options: SourceOptions) -> None:
+    """Raises ConfigError for an option that changes nothing in a source of this kind, which is a mistake."""
+    for one in fields(options):
+        if one.name in idle and getattr(options, one.name) != getattr(SourceOptions(), one.name):
+            shown = _OPTIONS.get(one.name, f"--{one.name.replace('_', '-')}")
+            raise ConfigError(f"{shown}: changes nothing for {kind}; leave it out, or name another --source")
 
 
 def _is_local(name: str) -> bool:

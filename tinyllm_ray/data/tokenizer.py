@@ -15,6 +15,8 @@ TOKENIZER_FILE: Final = "tokenizer.json"
 CONFIG_FILE: Final = "tokenizer_config.json"
 SMALLEST_VOCABULARY: Final = 257
 """Every byte, and the end of text."""
+LARGEST_VOCABULARY: Final = 2**20
+"""Four times the largest that is known; the trainer sets memory aside for all entries before it begins."""
 _SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -38,12 +40,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> Save
     """Train a byte-level BPE of `vocab_size` entries, the end of text among them, and save it in `folder`.
 
     AutoTokenizer loads the folder. Equal texts give equal files. Raises ConfigError for a vocabulary that cannot hold
-    all bytes.
+    all bytes, or that no memory holds.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if vocab_size < SMALLEST_VOCABULARY:
         raise ConfigError(f"a byte-level vocabulary of {vocab_size} is too small; use {SMALLEST_VOCABULARY} or more")
+    if vocab_size > LARGEST_VOCABULARY:
+        raise ConfigError(f"a byte-level vocabulary of {vocab_size:,} is too large; use {LARGEST_VOCABULARY:,} or less")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
