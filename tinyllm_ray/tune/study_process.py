@@ -55,13 +55,13 @@ class Work:
 def main() -> int:
     """Run the study asked for; the exit status is also the verdict sent."""
     received: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: received.append(number))
+    _listen(received)
     channel = attach()
     work = Work(channel)
     work.thread.start()
     while work.verdict is None and not received:
         work.thread.join(_LOOK_SECONDS)
+        _listen(received)  # Ray puts a handler of its own in its place, which prints where the process stands
         if channel.alone:
             _end_alone()
     interrupted = work.verdict is None
@@ -72,6 +72,12 @@ def main() -> int:
     if interrupted:
         os._exit(status)  # the study's thread may be anywhere in Ray; the supervisor ends what Ray started
     return status
+
+
+def _listen(received: list[int]) -> None:
+    """Note signals in `received` instead of ending at them."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: received.append(number))
 
 
 def _end_alone() -> NoReturn:
