@@ -286,6 +286,24 @@ class TestCommandLine:
         assert "9 validation tokens, not a row of model.context 16" in capsys.readouterr().err
         assert not out.exists()
 
+    def test_memory_that_does_not_suffice_is_one_line_and_status_2(
+        self,
+        file: str,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        caplog: pytest.LogCaptureFixture,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(Run, "_update_first", lambda self, trainer: torch.empty(2**60))
+        out = tmp_path / "run"
+        assert main(["--config", file, "--out", str(out)]) == 2
+        said = capsys.readouterr().err
+        assert "Traceback" not in said
+        assert said.splitlines()[-1].startswith("error: out of memory (")
+        assert "lower execution.micro_batch_size, 4 here" in said
+        assert read_json(out / "result.json")["status"] == "failed"
+        assert "torch.empty(2**60)" in caplog.text, "where it was missing is in the log"
+
     @pytest.mark.parametrize(
         ("arguments", "words"),
         [

@@ -123,12 +123,13 @@ def _run(options: argparse.Namespace, interruption: Interruption, stages: Stages
 
     from tinyllm_ray.train.recipe import describe_equal_runs, describe_passes
     from tinyllm_ray.train.run import Run
+    from tinyllm_ray.train.short_of_memory import memory_named
     from tinyllm_ray.train.show import progress_line
 
     for line in (describe_passes(config, cache), describe_equal_runs(config)):
         if line is not None:
             say(line, sys.stderr)
-    with progress_line() as on_progress:
+    with progress_line() as on_progress, memory_named(config):
         status = Run(
             config,
             cache,
