@@ -3,8 +3,10 @@
 import os
 import signal
 import socket
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from command_line import ONE_CANDIDATE, RunModule
 from scripted_driver import ScriptedDriver, tiny_request
 from small_caches import write_cache
 
-from tinyllm_ray.cluster.connect import Connection, connect
+from tinyllm_ray.cluster.connect import Connection, _start_local, connect
 from tinyllm_ray.cluster.prefetch import actor_name, prefetching
 from tinyllm_ray.cluster.trials import resources, run_trials
 from tinyllm_ray.data.cache import TokenCache
@@ -122,6 +124,24 @@ def test_every_trial_asks_for_a_gpu_and_its_share_of_cores(
 
 def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.parametrize(("length", "starts"), [(75, True), (76, False)])
+def test_a_temporary_folder_too_deep_for_sockets_is_said_before_ray_starts(
+    monkeypatch: pytest.MonkeyPatch, length: int, starts: bool
+) -> None:
+    """Python's own socket in it, as the standard library makes it, tells what is too deep."""
+    folder = "/" + "t" * (length - 1)
+    monkeypatch.setattr(tempfile, "tempdir", folder)
+    path = f"{folder}/pymp-12345678/listener-12345678"
+    with socket.socket(socket.AF_UNIX) as listener, pytest.raises(OSError, match="No such file" if starts else "long"):
+        listener.bind(path)
+    monkeypatch.setattr("tinyllm_ray.cluster.connect._has_dashboard", lambda: True)
+    started: list[dict[str, Any]] = []
+    monkeypatch.setattr(ray, "init", lambda **settings: started.append(settings))
+    with nullcontext() if starts else pytest.raises(ConfigError, match=r"TMPDIR /t+: .* 75 characters or fewer"):
+        _start_local({})
+    assert bool(started) == starts
 
 
 def test_connecting_takes_no_dead_address_for_a_cluster() -> None:

@@ -23,6 +23,8 @@ MODEL_PREFIX = "accelerator_type:"
 """Of the resource, 1 a node, by which Ray names a node's model of GPU."""
 _KNOCK_SECONDS = 5.0
 _LONGEST_FOLDER = 45
+_LONGEST_TMPDIR = 75
+"""Python's sockets, over which Ray's dashboard starts its parts, lie 32 characters deeper; a path of one ends at 107."""
 
 
 @dataclass(frozen=True)
@@ -91,11 +93,17 @@ def connect(address: str | None, only: str | None = None) -> Iterator[Connection
 def _start_local(quiet: dict[str, Any]) -> None:
     # Ray's own 15 starves a candidate beside whatever else runs, and a training does not run like that.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    dashboard = _has_dashboard()
+    if dashboard and len(tempfile.gettempdir()) > _LONGEST_TMPDIR:
+        raise ConfigError(
+            f"TMPDIR {tempfile.gettempdir()}: Ray's dashboard cannot have its sockets there; set TMPDIR to a folder of "
+            f"{_LONGEST_TMPDIR} characters or fewer, like /tmp"
+        )
     try:
         ray.init(
             address="local",
             num_cpus=usable_cores(),
-            include_dashboard=_has_dashboard(),
+            include_dashboard=dashboard,
             dashboard_host="127.0.0.1",
             object_store_memory=_OBJECT_STORE_BYTES,
             _temp_dir=str(_temporary_folder()),
