@@ -44,7 +44,7 @@ class ExecutionConfig(Section):
     sdpa_backend: SdpaBackend = "auto"
     cpu_threads: Integer | None = Field(default=None, gt=0, le=1024)
     """Threads of CPU operators; null is every core the process may use, at most 8 beside a GPU."""
-    prefetch_depth: Integer = Field(default=1, ge=0)
+    prefetch_depth: Integer = Field(default=1, ge=0, le=1024)
     """Ranges of the token cache read ahead."""
     deterministic: StrictBool = False
     """Whether equal runs on one machine have to give equal bits; slower, and refused with what cannot promise it."""

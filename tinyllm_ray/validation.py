@@ -2,9 +2,16 @@
 
 import difflib
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any, Final, get_args
 
 from pydantic import BaseModel, ValidationError
+
+_PLAINER: Final = {
+    "bool_type": "input should be true or false",
+    "bool_parsing": "input should be true or false",
+    "model_type": "input should be keys and values",
+}
+"""By pydantic's name of a finding, where its own words are Python's."""
 
 
 def explain(error: ValidationError, model: type[BaseModel], source: str) -> str:
@@ -19,7 +26,7 @@ def explain(error: ValidationError, model: type[BaseModel], source: str) -> str:
     elif first["type"] == "missing":
         line = f"{source}: {key} is missing"
     else:
-        message = first["msg"].removeprefix("Value error, ")
+        message = _PLAINER.get(first["type"]) or first["msg"].removeprefix("Value error, ")
         message = message[0].lower() + message[1:]
         shown = "" if isinstance(first["input"], dict | BaseModel) else f"{first['input']!r} is not allowed: "
         line = f"{source}: {key + ': ' if key else ''}{shown}{message}"

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -162,6 +164,12 @@ class TestFolder:
         other = initialize(model.config, seed=6)
         load_weights(other, tmp_path / "back" / "model.safetensors")
         assert all(torch.equal(one, two) for one, two in zip(other.parameters(), model.parameters(), strict=True))
+
+    def test_the_command_that_it_says_is_one_for_a_shell(self, folder: Path, tmp_path: Path) -> None:
+        spaced = tmp_path / "a model"
+        shutil.copytree(folder, spaced)
+        (spaced / "tokenizer.json").write_text("{}")
+        assert shlex.quote(str(spaced)) in import_folder(spaced, tmp_path / "back")[-1]
 
     def test_can_be_exported_again_to_the_same_bytes(self, folder: Path, tmp_path: Path) -> None:
         import_folder(folder, tmp_path / "back")

@@ -8,6 +8,7 @@ from recorded_studies import replace_records, write_study
 from recorded_studies import tune as run_tune
 
 import tinyllm_ray.tune.again.command as command
+import tinyllm_ray.tune.tuner as tuner
 from tinyllm_ray import tune
 from tinyllm_ray.clock import Deadline
 from tinyllm_ray.data.cache import open_cache
@@ -93,6 +94,17 @@ def test_a_python_caller_is_told_why_there_is_nothing(
         tune.rerun(tmp_path, "c01")
     with pytest.raises(kind, match="because"):
         tune.validate(tmp_path / "selected.yaml")
+
+
+def test_a_python_caller_of_a_study_without_a_result_is_told_where_to_look(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tuner, "supervise", Supervised(outcome(3)))
+    study = tune.Tuner(preset="nano", budget="1m", out=tmp_path / "study")
+    with pytest.raises(
+        NoResultError, match=r"no candidate gave a figure .*: .*/study/summary\.json says what happened"
+    ):
+        study.fit()
 
 
 def test_a_python_caller_has_both_figures_and_their_difference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A Llama that transformers saved as our model: config.json and safetensors in, weights under our names out."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,7 +31,8 @@ def import_folder(folder: Path, out: Path) -> list[str]:
         write_atomically(temporary / SINGLE_FILE, save(weights, metadata={"format": "pt"}))
     lines = [f"{out / SINGLE_FILE} holds the weights, {out / 'config.yaml'} the section model that fits them"]
     if (folder / "tokenizer.json").is_file():
-        lines.append(f"for its own tokens: python -m tinyllm_ray.data prepare --tokenizer {folder} --source ...")
+        tokenizer = shlex.quote(str(folder))
+        lines.append(f"for its own tokens: python -m tinyllm_ray.data prepare --tokenizer {tokenizer} --source ...")
     return lines
 
 

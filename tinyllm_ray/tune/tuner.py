@@ -233,7 +233,8 @@ def _fit(request: StudyRequest) -> None:
     if outcome.exit_status == EXIT_USER:
         raise ConfigError(message)
     if outcome.exit_status == EXIT_NO_RESULT:
-        raise NoResultError(message)
+        where = f"{out / SUMMARY} says what happened to each"
+        raise NoResultError(outcome.message or f"no candidate gave a figure that can be believed: {where}")
     if outcome.exit_status == EXIT_SIGINT:
         raise KeyboardInterrupt(message)
     raise TinyllmRayError(message)
