@@ -24,7 +24,7 @@ MODEL_PREFIX = "accelerator_type:"
 _KNOCK_SECONDS = 5.0
 _LONGEST_FOLDER = 45
 _LONGEST_TMPDIR = 75
-"""Python's sockets, over which Ray's dashboard starts its parts, lie 32 characters deeper; a path of one ends at 107."""
+"""Over sockets of Python's, 32 characters deeper, Ray's dashboard starts its parts; a path of one ends at 107."""
 
 
 @dataclass(frozen=True)
