@@ -131,3 +131,8 @@ def test_a_path_that_is_not_there_is_no_mistake(folder: Path) -> None:
     (folder / "loop").symlink_to("loop")
     with pytest.raises(ConfigError, match=r"^--out loop/child: too many levels of symbolic links; choose another"):
         is_there(Path("loop/child"), "--out")
+
+
+def test_a_path_is_shown_in_its_own_letters() -> None:
+    assert shown("Läufe/東京 1") == "Läufe/東京 1"
+    assert shown("a\0b\n\udcff") == r"a\x00b\n\udcff"

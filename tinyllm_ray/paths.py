@@ -46,5 +46,5 @@ def reason(error: OSError | ValueError) -> str:
 
 def shown(path: Path | str) -> str:
     """A path for a message, cut where it is longer than a line is for."""
-    text = str(path).encode("unicode_escape").decode()
+    text = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in str(path))
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."

@@ -1,5 +1,6 @@
 """What a request leaves open, chosen for the machine and the recipe."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,3 +77,11 @@ def test_a_study_is_after_the_seconds_of_all_planned_trainings() -> None:
 def test_no_planned_training_is_a_mistake() -> None:
     with pytest.raises(ConfigError, match=r"--runs: 0 is no number of trainings; give 1 or more"):
         choose("cpu", runs=0)
+
+
+def test_a_decision_file_that_cannot_be_written_is_said_before_the_study(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--decisions .*/file/below/d\.yaml: it cannot be written in .*/file;"):
+        choose("cpu", recipe="nano", decisions=[tmp_path / "file" / "below" / "d.yaml"])
+    choose("cpu", recipe="nano", decisions=[tmp_path / "folder" / "below" / "d.yaml"])
+    assert not (tmp_path / "folder").exists()

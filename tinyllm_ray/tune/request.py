@@ -1,5 +1,6 @@
 """What a study is asked, as plain values that cross to its process, and what it is once all of it is checked."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,9 +110,12 @@ def check_request(request: StudyRequest) -> Asked:
     fates_to_retry(request.retry, request.resume)
     if request.runs < 1:
         raise ConfigError(f"--runs: {request.runs} is no number of trainings; give 1 or more")
-    for file in request.decisions:
+    for file in request.decisions:  # found at the study's end it would be too late
+        nearest = next(parent for parent in file.absolute().parents if parent.exists())
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+            raise ConfigError(f"--decisions {file}: it cannot be written in {nearest}; choose another file")
         if file.exists():
-            read_decisions(file)  # found damaged at the study's end it would be too late
+            read_decisions(file)
     if config is not None and config.data.cache is not None:
         # Trials run in folders of their own, so the path has to hold from anywhere.
         folder = Path(config.data.cache).expanduser().resolve()
