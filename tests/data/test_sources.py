@@ -339,3 +339,10 @@ def test_the_default_corpus_is_a_source():
     assert len(documents) == 249
     assert isinstance(documents[0], Document)
     assert meter.done == sum(len(text) for _, text in documents)
+
+
+def test_a_pipe_among_the_files_is_said_instead_of_waited_for(tmp_path):
+    """Nobody may ever write into it, and a corpus is read more than once."""
+    os.mkfifo(tmp_path / "all.txt")
+    with pytest.raises(ConfigError, match=r"all\.txt: is a pipe or a device, which cannot be read twice"):
+        open_all(tmp_path)

@@ -202,6 +202,8 @@ def _below(place: Path) -> Iterator[tuple[str, Path]]:
 
 def _look(path: Path) -> tuple[int, str]:
     """A file's size, and a checksum over both its ends: enough to tell a changed one without reading it all."""
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path}: is a pipe or a device, which cannot be read twice; write it to a file")
     try:
         with path.open("rb") as file:
             digest = hashlib.sha256(file.read(_SAMPLE_BYTES))
