@@ -15,6 +15,7 @@ from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.train.__main__ import main
 from tinyllm_ray.train.checkpoints import find_checkpoint, save_checkpoint
+from tinyllm_ray.train.evaluate import Evaluator
 from tinyllm_ray.train.run import Run
 from tinyllm_ray.train.weights import save_weights
 
@@ -66,6 +67,15 @@ def test_a_run_gives_the_loss_that_it_ended_with(run: Path, capsys: pytest.Captu
     expected = read_json(run / "result.json")["validation"]
     assert found["loss"] == expected["loss"]
     assert (found["step"], found["tokens"], found["validation_complete"]) == (20, expected["tokens"], True)
+
+
+def test_memory_that_does_not_suffice_is_one_line(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Evaluator, "evaluate", lambda self, batches: torch.empty(2**60))
+    line = refusal(capsys, run)
+    assert line.startswith("error: out of memory (")
+    assert "lower evaluation_execution.micro_batch_size" in line
 
 
 def test_a_checkpoint_on_the_subset_gives_its_epochs_loss(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

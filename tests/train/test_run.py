@@ -1,5 +1,6 @@
 """A recipe run to its end, cut, interrupted and gone wrong, and what each leaves."""
 
+import logging
 import math
 import shutil
 from collections.abc import Callable
@@ -294,6 +295,7 @@ class TestCommandLine:
         caplog: pytest.LogCaptureFixture,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
+        caplog.set_level(logging.INFO)  # as train.log has it
         monkeypatch.setattr(Run, "_update_first", lambda self, trainer: torch.empty(2**60))
         out = tmp_path / "run"
         assert main(["--config", file, "--out", str(out)]) == 2

@@ -129,7 +129,11 @@ def _run(options: argparse.Namespace, interruption: Interruption, stages: Stages
     for line in (describe_passes(config, cache), describe_equal_runs(config)):
         if line is not None:
             say(line, sys.stderr)
-    with progress_line() as on_progress, memory_named(config):
+    advice = (
+        f"lower execution.micro_batch_size, {config.micro_batch_size} here, or the model's size, "
+        "or try execution.recompute_activations=true"
+    )
+    with progress_line() as on_progress, memory_named(advice):
         status = Run(
             config,
             cache,

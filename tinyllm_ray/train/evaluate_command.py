@@ -62,6 +62,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     from tinyllm_ray.data.prepare import default_cache
     from tinyllm_ray.train.recipe import check_vocabulary
     from tinyllm_ray.train.result import perplexity
+    from tinyllm_ray.train.short_of_memory import memory_named
     from tinyllm_ray.train.weights_source import open_weights
 
     source = open_weights(options.source)
@@ -69,7 +70,8 @@ def _evaluate(options: argparse.Namespace) -> int:
     cache = open_cache(config.data.cache or default_cache())
     cache.shards(options.split)
     check_vocabulary(config, cache)
-    loss, targets, seconds = _loss(source.weights, config, cache, options)
+    with memory_named("lower evaluation_execution.micro_batch_size, rows of a forward pass"):
+        loss, targets, seconds = _loss(source.weights, config, cache, options)
     found = {
         "weights": str(source.weights),
         "step": source.step,
