@@ -2,12 +2,11 @@
 
 import copy
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from small_caches import write_cache
 
 from tinyllm_ray.config import Config, validate
@@ -47,15 +46,6 @@ def tiny_cache(tmp_path_factory: pytest.TempPathFactory) -> TokenCache:
             surprise = generator.random() < 1 / 8
             tokens[at] = int(generator.integers(61)) if surprise else (3 * tokens[at - 1] + 1) % 61
     return write_cache(tmp_path_factory.mktemp("cache"), splits, shard_tokens=1000, vocab_size=61)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Shapes this small only lose by a second thread, seconds where the cores are busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
