@@ -7,7 +7,7 @@ functions count like those at the top; those under `if TYPE_CHECKING` too.
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,9 +67,9 @@ def imports(package: Path) -> list[Import]:
 
 
 def _imports_of(module: str, path: Path, known: dict[str, Path], package: str) -> Iterator[Import]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    inside = {id(node) for scope in ast.walk(tree) if isinstance(scope, FUNCTIONS) for node in ast.walk(scope)}
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    inside = {id(node) for scope in nodes if isinstance(scope, FUNCTIONS) for node in ast.walk(scope)}
+    for node in nodes:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -106,13 +106,13 @@ def folder(module: str, known: dict[str, Path]) -> str:
 
 def violations(package: Path) -> list[str]:
     """Every import that breaks a rule, as `module:line: why`."""
-    known = modules(package)
+    known, found = modules(package), imports(package)
     broken = [
         f"{one.module or package.name}:{one.line}: {why}"
-        for one in imports(package)
+        for one in found
         for why in (_upward(one, known) if one.own else _misplaced(one, known))
     ]
-    return broken + [f"import cycle: {' -> '.join(cycle)}" for cycle in _cycles(package)]
+    return broken + [f"import cycle: {' -> '.join(cycle)}" for cycle in _cycles(known, found)]
 
 
 def _upward(one: Import, known: dict[str, Path]) -> Iterator[str]:
@@ -144,11 +144,10 @@ def _misplaced(one: Import, known: dict[str, Path]) -> Iterator[str]:
         yield f"imports {top}, which is not in the standard library"
 
 
-def _cycles(package: Path) -> list[list[str]]:
+def _cycles(known: Iterable[str], found: Iterable[Import]) -> list[list[str]]:
     """Groups of modules that need each other at import; a package's own module counts as imported by those in it."""
-    known = modules(package)
     edges: dict[str, set[str]] = {module: set() for module in known}
-    for one in imports(package):
+    for one in found:
         if one.own and one.top and one.target != one.module:
             edges[one.module].add(one.target)
     cycles = []

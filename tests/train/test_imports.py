@@ -38,14 +38,8 @@ def imports_of_a_start() -> list[str]:
     return sorted(name for name in found if name.startswith("tinyllm_ray.") and name != "tinyllm_ray.train.commands")
 
 
-def test_a_training_imports_nothing_heavier_than_torch() -> None:
-    names = imports_of_a_start()
-    assert {"tinyllm_ray.train.run", "tinyllm_ray.train.show", "tinyllm_ray.data.prepare"} <= set(names)
-    code = f"import sys, {', '.join(names)}\nprint([name for name in {HEAVY!r} if name in sys.modules])"
-    assert run_python(code) == "[]"
-
-
-def test_a_whole_short_training_imports_nothing_heavier_than_torch(tmp_path: Path, tiny_cache: TokenCache) -> None:
+def test_a_training_imports_nothing_heavier_than_torch(tmp_path: Path, tiny_cache: TokenCache) -> None:
+    """Neither a whole short one, nor those that need what it did not."""
     model = {"layers": 1, "width": 8, "heads": 2, "ffn": 8, "context": 8, "vocab_size": 61}
     settings = [
         *(f"model.{key}={value}" for key, value in model.items()),
@@ -55,9 +49,12 @@ def test_a_whole_short_training_imports_nothing_heavier_than_torch(tmp_path: Pat
         f"data.cache={tiny_cache.folder}",
     ]
     arguments = ["--config", "nano", "--out", str(tmp_path / "run"), *(f"--set={setting}" for setting in settings)]
-    code = f"import sys\nfrom tinyllm_ray.train.__main__ import main\nprint(main({arguments!r}))\n"
-    code += f"print([name for name in {HEAVY!r} if name in sys.modules])"
-    assert run_python(code).splitlines()[-2:] == ["0", "[]"]
+    names = imports_of_a_start()
+    assert {"tinyllm_ray.train.run", "tinyllm_ray.train.show", "tinyllm_ray.data.prepare"} <= set(names)
+    loaded = f"print([name for name in {HEAVY!r} if name in sys.modules])"
+    code = f"import sys\nfrom tinyllm_ray.train.__main__ import main\nprint(main({arguments!r}))\n{loaded}\n"
+    code += f"import {', '.join(names)}\n{loaded}"
+    assert run_python(code).splitlines()[-3:] == ["0", "[]", "[]"]
 
 
 @pytest.mark.parametrize("module", ["tinyllm_ray.train.compile_cache", "tinyllm_ray.command", "tinyllm_ray.errors"])
