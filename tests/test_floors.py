@@ -189,6 +189,16 @@ def test_the_supervisor_imports_the_standard_library_alone() -> None:
     subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True)
 
 
+def test_pytorch_is_the_candidates_alone() -> None:
+    """A study's process, and the one in which a trial holds its place, take neither its seconds nor its memory."""
+    at_once = [one for one in imports(PACKAGE) if one.top]
+    reached = {"tune.several", "tune.again.rerun", "tune.again.validate", "cluster.trials", "cluster.prefetch"}
+    while more := {one.target for one in at_once if one.own and one.module in reached} - reached:
+        reached |= more
+    assert "tune.study_run" in reached
+    assert [one for one in at_once if one.module in reached and one.target.partition(".")[0] == "torch"] == []
+
+
 PLANTED = {
     "the root imports a floor": ("config.py", "import planted.model.llama", "imports model.llama, which is above it"),
     "model imports train": (

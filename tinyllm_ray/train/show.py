@@ -18,7 +18,7 @@ class PipeConsole(Console):
     """A console that raises BrokenPipeError where its reader is gone, as every stream does; rich ends the process."""
 
     def on_broken_pipe(self) -> None:
-        raise  # noqa: PLE0704: rich calls this where it handles the error
+        raise  # the error that rich handles where it calls this
 
 
 @contextmanager

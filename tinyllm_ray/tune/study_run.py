@@ -52,8 +52,8 @@ _CLOSING_SHARE = 0.1
 def run(work: "Work") -> int:
     """Run the study that `work` was asked for; returns the exit status. Raises ConfigError for a mistake in it.
 
-    All that can be judged without Ray is judged before Ray and PyTorch are imported, so that a mistake is said within
-    a second, and nothing is written before everything is judged.
+    All that can be judged without Ray is judged before Ray is imported, so that a mistake is said within a second, and
+    nothing is written before everything is judged. PyTorch is the candidates' alone.
     """
     request = StudyRequest.model_validate(work.channel.request)
     deadline = Deadline.after(request.budget_seconds - process_age_seconds())
