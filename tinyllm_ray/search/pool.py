@@ -23,6 +23,7 @@ class Pool:
     def __init__(self, space: FittedSpace) -> None:
         self._space = space
         self._known: dict[str, dict[str, Any]] = {}
+        self._names: dict[tuple[Any, ...], str] = {}  # by values, as a settled execution's keys have one order
         self._neighbours: dict[str, list[str]] = {}
         self._is_small = math.prod(len(values) for values in space.factors.values()) <= SMALL_SPACE
         if self._is_small:
@@ -82,6 +83,8 @@ class Pool:
             yield self._space.settle({**execution, **dict(zip(_KIND, kind, strict=True))})
 
     def _know(self, execution: Mapping[str, Any]) -> str:
-        name = identity(execution)
-        self._known.setdefault(name, dict(execution))
-        return name
+        values = tuple(execution.values())
+        if values not in self._names:
+            self._names[values] = name = identity(execution)
+            self._known.setdefault(name, dict(execution))
+        return self._names[values]

@@ -186,24 +186,11 @@ class Priors:
 
     def first_update_seconds(self, kind: str) -> tuple[float, float]:
         """Cold and warm first update, beside the update itself: the slower of the machines', as upper bounds need."""
-        base = kind.removeprefix("graph ").replace("graph", "default")
-        cold = [machine.cold_seconds[base] for machine in self._own() if base in machine.cold_seconds]
-        warm = [machine.warm_seconds[base] for machine in self._own() if base in machine.warm_seconds]
-        here = [sample for study in self.earlier for sample in study.first_updates if sample.kind == kind]
-        warm = [sample.beside_update for sample in here if sample.warm or base == "eager"] or warm
-        guesses = GUESSED_COLD_SECONDS[self.device_kind]
-        guessed = guesses.get(base, guesses["max-autotune" if base.startswith("max-autotune") else "default"])
-        guessed_warm = GUESSED_WARM_SECONDS["eager" if base == "eager" else "default"]
-        return max(cold, default=guessed), max(warm, default=guessed_warm)
+        return _first_update_seconds(self, kind)
 
     def work_per_second(self, update: str) -> float:
         """Parameters times targets a second."""
-        seen = [study.work_per_second(update == "eager") for study in self.earlier]
-        if here := [work for work in seen if work is not None]:
-            return here[-1]
-        name = "eager" if update == "eager" else "compiled"
-        rates = [machine.work_per_second[name] for machine in self._own()]
-        return min(rates, default=GUESSED_WORK[self.device_kind][name])
+        return _work_per_second(self, "eager" if update == "eager" else "compiled")
 
     def _own(self) -> tuple[Machine, ...]:
         return tuple(machine for machine in self.machines if machine.device_kind == self.device_kind)
@@ -225,6 +212,28 @@ def _effect(priors: Priors, level: Level) -> tuple[float, float]:
     if priors.device_kind == "cpu" and dimension == "cpu_threads":
         return 0.0, 0.3
     return 0.0, UNKNOWN_EFFECT.get(dimension, 0.1)
+
+
+@functools.lru_cache(256)
+def _work_per_second(priors: Priors, name: str) -> float:
+    seen = [study.work_per_second(name == "eager") for study in priors.earlier]
+    if here := [work for work in seen if work is not None]:
+        return here[-1]
+    rates = [machine.work_per_second[name] for machine in priors._own()]
+    return min(rates, default=GUESSED_WORK[priors.device_kind][name])
+
+
+@functools.lru_cache(256)
+def _first_update_seconds(priors: Priors, kind: str) -> tuple[float, float]:
+    base = kind.removeprefix("graph ").replace("graph", "default")
+    cold = [machine.cold_seconds[base] for machine in priors._own() if base in machine.cold_seconds]
+    warm = [machine.warm_seconds[base] for machine in priors._own() if base in machine.warm_seconds]
+    here = [sample for study in priors.earlier for sample in study.first_updates if sample.kind == kind]
+    warm = [sample.beside_update for sample in here if sample.warm or base == "eager"] or warm
+    guesses = GUESSED_COLD_SECONDS[priors.device_kind]
+    guessed = guesses.get(base, guesses["max-autotune" if base.startswith("max-autotune") else "default"])
+    guessed_warm = GUESSED_WARM_SECONDS["eager" if base == "eager" else "default"]
+    return max(cold, default=guessed), max(warm, default=guessed_warm)
 
 
 @functools.lru_cache(4096)
