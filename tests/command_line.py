@@ -28,6 +28,7 @@ TINY_SPACE = """
 baseline: {micro_batch_size: 8, cpu_threads: 1}
 factors: {micro_batch_size: [4, 8], sdpa_backend: [auto, math]}
 protocol: {warmup_updates: 1, windows: 2, updates_per_window: 2}
+search_windows: by_count
 """
 
 # Of any recipe, a study that ends after its baseline.

@@ -21,7 +21,8 @@ class Protocol(BaseModel):
     windows: Integer = Field(default=3, ge=1)
     """Where adaptive, the fewest of a candidate that is not dominated."""
     updates_per_window: Integer = Field(default=100, ge=1)
-    """Where adaptive, as many as `window_seconds` takes instead."""
+    """Where adaptive, as many as `window_seconds` takes instead; windows by need end once they took as long together
+    as by count."""
     window_seconds: Number = Field(default=0.5, gt=0)
     """Adaptive only: how long a window lasts at least."""
     most_windows: Integer = Field(default=12, ge=1)
@@ -29,10 +30,24 @@ class Protocol(BaseModel):
     least_seconds: Number = Field(default=0.0, ge=0)
     """Adaptive only: windows go on until they last this long together, as under the load of a training."""
 
+    def by_need(self) -> "Protocol":
+        """The same, adaptive."""
+        return self.model_copy(update={"version": "adaptive"})
+
+    def counted_seconds(self, seconds_per_update: float) -> float:
+        """Seconds of its windows by count, of a candidate with such updates."""
+        return self.windows * self.updates_per_window * seconds_per_update
+
+    def seconds_of(self, windows: float, seconds_per_update: float) -> float:
+        """Seconds of so many adaptive windows. A window ends with the update that fills it."""
+        window = self.window_seconds + seconds_per_update
+        return max(windows * window, self.least_seconds + window if self.least_seconds else 0.0)
+
     def longest_seconds(self, seconds_per_update: float) -> float:
         """Seconds of windows that a candidate with such updates takes at most, for planning."""
+        counted = self.counted_seconds(seconds_per_update)
         if self.version == 2:
-            return self.windows * self.updates_per_window * seconds_per_update
-        # A window ends with the update that fills it.
+            return counted
         window = self.window_seconds + seconds_per_update
-        return max(max(self.windows, self.most_windows) * window, self.least_seconds + window)
+        by_need = min(self.most_windows * window, counted + window)
+        return max(self.seconds_of(self.windows, seconds_per_update), by_need)

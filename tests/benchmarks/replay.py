@@ -17,9 +17,9 @@ import json
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from replay_factorial import KERNELS, factorial, flat, trap, two_cores
 from replay_machine import Machine, Table
@@ -32,6 +32,7 @@ from tinyllm_ray.search.answers import Trial
 from tinyllm_ray.search.objective import Objective
 from tinyllm_ray.search.priors import Priors
 from tinyllm_ray.search.rates import rate
+from tinyllm_ray.search.space import SearchWindows
 from tinyllm_ray.search.study import Study
 from tinyllm_ray.search.verifier import InterleavedPairs
 
@@ -75,15 +76,25 @@ def scenarios(table: Table) -> list[Scenario]:
     return [Scenario("recipe", table.tokens, 1), Scenario("1 B", 1e9, 1), Scenario("240 recipes", table.tokens, 240)]
 
 
-def run_study(table: Table, seed: int, scenario: Scenario, budget: float, search: bool = True) -> Path_:
+def run_study(
+    table: Table,
+    seed: int,
+    scenario: Scenario,
+    budget: float,
+    search: bool = True,
+    search_windows: SearchWindows = "by_need",
+) -> Path_:
     """The study, controls and verification included, or its baseline alone; on one device, which has no name."""
     machine = Machine(table, seed)
     objective = Objective("training", scenario.tokens, scenario.runs)
     priors = Priors(table.space.device_kind).without(*table.without)
-    study = Study(table.space, objective=objective, verifier=InterleavedPairs(), priors=priors)
+    space = replace(table.space, search_windows=search_windows)
+    study = Study(space, objective=objective, verifier=InterleavedPairs(), priors=priors)
     elapsed, trials, choices = 0.0, 0, []
     while isinstance(answer := study.ask(budget - elapsed, ""), Trial):
-        record = machine.measure(answer.candidate.execution, candidate=answer.candidate.id)
+        record = machine.measure(
+            answer.candidate.execution, answer.protocol, answer.candidate.id, bar=study.bar(answer)
+        )
         purpose = "control" if answer.stage == "control" else "search"
         record = record.model_copy(update={"timestamp": elapsed, "purpose": purpose})
         elapsed, trials = elapsed + (record.seconds.total or 0.0), trials + 1
@@ -148,7 +159,7 @@ def summary(values: list[float]) -> dict[str, float]:
     return {"median": round(statistics.median(values), 4), "worst": round(max(values), 4)}
 
 
-def judge(table: Table, seeds: range, budget: float) -> dict[str, Any]:
+def judge(table: Table, seeds: range, budget: float, search_windows: SearchWindows = "by_need") -> dict[str, Any]:
     """Ratios to the oracle and regrets of everybody on one table."""
     best, band = table.best_row.rate, table.band
     cases = scenarios(table)
@@ -157,7 +168,7 @@ def judge(table: Table, seeds: range, budget: float) -> dict[str, Any]:
     regrets: dict[str, Any] = {}
     trials: dict[str, float] = {}
     for case in cases:
-        paths = [run_study(table, seed, case, budget) for seed in seeds]
+        paths = [run_study(table, seed, case, budget, search_windows=search_windows) for seed in seeds]
         took = [total_seconds(path, table, case, budget) for path in paths]
         ratios[case.name]["study"] = summary([seconds / floor[case.name] for seconds in took])
         ratios[case.name]["no search"] = summary(
@@ -226,6 +237,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="recorded by record_table.py; instead of the tables kept here")
     parser.add_argument("--preset", default="20m-32k", help="the recipe of --table")
     parser.add_argument("--only", nargs="*", help="names of tables")
+    parser.add_argument("--search-windows", choices=get_args(SearchWindows), default="by_need")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     chosen = [recorded(options.table, options.preset)] if options.table else tables()
@@ -234,7 +246,7 @@ def main() -> None:
         if options.only and table.name not in options.only:
             continue
         began = time.perf_counter()
-        results.append(judge(table, range(options.seeds), options.budget_seconds))
+        results.append(judge(table, range(options.seeds), options.budget_seconds, options.search_windows))
         print(f"{table.name}: {time.perf_counter() - began:.0f} s", flush=True)
         if options.out:
             kept = {

@@ -21,12 +21,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from replay_machine import Machine, Row, Table
 
 from tinyllm_ray.config import load
-from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.records import Fate, Proof
 from tinyllm_ray.search.answers import Trial
 from tinyllm_ray.search.fitting import fit_space
@@ -34,7 +33,7 @@ from tinyllm_ray.search.kinds import kind_of
 from tinyllm_ray.search.objective import Objective
 from tinyllm_ray.search.paired import RESERVED_SHARE, PairedVerifier
 from tinyllm_ray.search.priors import Priors, launch_bound
-from tinyllm_ray.search.space import load_space
+from tinyllm_ray.search.space import SearchWindows, load_space
 from tinyllm_ray.search.study import Study
 
 BUDGET_SECONDS = 420.0
@@ -155,38 +154,47 @@ class Played:
     selected: dict[str, Any] | None
     searched: int
     """Trials of the search, the baseline and the eager row among them."""
+    dominated: int
     elapsed: float
     verified: bool
     decision_milliseconds: list[float]
     steps: list[str]
 
 
-def play(table: Table, story: Story, seed: int, budget: float = BUDGET_SECONDS, runs: int = RUNS) -> Played:
+def play(
+    table: Table,
+    story: Story,
+    seed: int,
+    budget: float = BUDGET_SECONDS,
+    runs: int = RUNS,
+    search_windows: SearchWindows = "by_need",
+) -> Played:
     """The study that `tune --budget` runs, from its first question to its verdict."""
-    machine, space = Machine(table, seed), table.space
+    machine, space = Machine(table, seed), replace(table.space, search_windows=search_windows)
     objective = Objective("training", table.tokens, runs)
     verifier = PairedVerifier(space.protocol, RESERVED_SHARE * budget, objective)
     study = Study(space, objective=objective, verifier=verifier, priors=Priors("cuda").without(*table.without))
     left = budget - BESIDE_SECONDS
-    played = Played(None, 0, 0.0, False, [], [])
+    played = Played(None, 0, 0, 0.0, False, [], [])
     while True:
         began = time.process_time()
         answer = study.ask(left - played.elapsed, "")
         played.decision_milliseconds.append(1000 * (time.process_time() - began))
         if not isinstance(answer, Trial):
             break
-        protocol = answer.protocol or space.protocol
-        record = machine.measure(answer.candidate.execution, _by_count(protocol, table, answer), answer.candidate.id)
+        record = machine.measure(
+            answer.candidate.execution, answer.protocol, answer.candidate.id, bar=study.bar(answer)
+        )
         purpose = answer.stage if answer.stage in ("control", "verification") else "search"
         changes: dict[str, Any] = {"timestamp": played.elapsed, "purpose": purpose, "round": answer.round}
         asked = answer.candidate.execution["sdpa_backend"]
         seen = story.auto if asked == "auto" else asked
         changes |= {
-            "protocol": protocol,
             "proof": Proof(kernel_source="device", attention_asked=asked, attention_seen=[seen]),
         }
         played.elapsed += record.seconds.total or 0.0
         played.searched += purpose == "search"
+        played.dominated += record.fate == Fate.DOMINATED
         played.steps.append(
             f"{purpose} {answer.candidate.label} {record.targets_per_second or 0:,.0f} {played.elapsed:.0f} s"
         )
@@ -198,28 +206,25 @@ def play(table: Table, story: Story, seed: int, budget: float = BUDGET_SECONDS, 
     return played
 
 
-def _by_count(protocol: Protocol, table: Table, trial: Trial) -> Protocol:
-    """An adaptive protocol's windows, as many and as long as they would be."""
-    if protocol.version == 2:
-        return protocol
-    updates = math.ceil(
-        protocol.window_seconds * table[trial.candidate.execution].rate / table.space.targets_per_update
-    )
-    windows = max(protocol.windows, math.ceil(protocol.least_seconds / protocol.window_seconds))
-    return Protocol(warmup_updates=protocol.warmup_updates, windows=windows, updates_per_window=updates)
-
-
-def judge(name: str, story: Story, seeds: range, without: tuple[str, ...], budget: float) -> dict[str, Any]:
+def judge(
+    name: str,
+    story: Story,
+    seeds: range,
+    without: tuple[str, ...],
+    budget: float,
+    search_windows: SearchWindows = "by_need",
+) -> dict[str, Any]:
     """Regrets of all studies of one story."""
-    regrets, quick, searched, verified, slow = [], [], [], [], []
+    regrets, quick, searched, dominated, verified, slow = [], [], [], [], [], []
     for seed in seeds:
         table = execution_table(name, story, seed, without)
-        played = play(table, story, seed, budget)
+        played = play(table, story, seed, budget, search_windows=search_windows)
         chosen = table.space.baseline if played.selected is None else played.selected
         best, best_quick = best_rates(table)
         regrets.append(1 - table[chosen].rate / best)
         quick.append(1 - table[chosen].rate / best_quick)
         searched.append(played.searched)
+        dominated.append(played.dominated)
         verified.append(played.verified)
         slow += played.decision_milliseconds
     return {
@@ -227,7 +232,9 @@ def judge(name: str, story: Story, seeds: range, without: tuple[str, ...], budge
         "within_2_percent": round(statistics.mean(lost <= CLOSE for lost in regrets), 3),
         "within_2_percent_of_quick": round(statistics.mean(lost <= CLOSE for lost in quick), 3),
         "regret": {"median": round(statistics.median(regrets), 4), "worst": round(max(regrets), 4)},
+        "regret_mean": round(statistics.mean(regrets), 4),
         "searched": round(statistics.mean(searched), 1),
+        "dominated": round(statistics.mean(dominated), 1),
         "verified": round(statistics.mean(verified), 2),
         "decision_milliseconds": {"median": round(statistics.median(slow), 1), "worst": round(max(slow), 1)},
     }
@@ -239,6 +246,7 @@ def main() -> None:
     parser.add_argument("--budget-seconds", type=float, default=BUDGET_SECONDS)
     parser.add_argument("--only", nargs="*", help="names of stories")
     parser.add_argument("--without", nargs="*", default=["h200"], help="machines whose priors are left out")
+    parser.add_argument("--search-windows", choices=get_args(SearchWindows), default="by_need")
     parser.add_argument("--show", action="store_true", help="every step of the first seed's study")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -248,9 +256,10 @@ def main() -> None:
             continue
         if options.show:
             table = execution_table(name, story, 0)
-            print("\n".join(play(table, story, 0).steps))
+            print("\n".join(play(table, story, 0, search_windows=options.search_windows).steps))
             continue
-        results.append(judge(name, story, range(options.seeds), tuple(options.without), options.budget_seconds))
+        without, budget = tuple(options.without), options.budget_seconds
+        results.append(judge(name, story, range(options.seeds), without, budget, options.search_windows))
         print(json.dumps(results[-1]), flush=True)
         if options.out:
             command = f"python tests/benchmarks/replay_execution.py --seeds {options.seeds}"

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tinyllm_ray.config import identity
+from tinyllm_ray.measure.need import Bar, is_enough, updates_to_fill, why_dominated
 from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.records import Fate, Memory, Seconds, TrialRecord, Window
 from tinyllm_ray.search.candidate import make_candidate
+from tinyllm_ray.search.cost import USUAL_WARMUP
 from tinyllm_ray.search.fitting import FittedSpace
 from tinyllm_ray.search.kinds import compilation
 
@@ -107,9 +109,16 @@ class Machine:
         self.compiled: set[tuple[Any, ...]] = set()
 
     def measure(
-        self, execution: Mapping[str, Any], protocol: Protocol | None = None, candidate: str | None = None
+        self,
+        execution: Mapping[str, Any],
+        protocol: Protocol | None = None,
+        candidate: str | None = None,
+        bar: Bar | None = None,
     ) -> TrialRecord:
-        """The record of a fresh process; its `seconds.total` is what the clock moves by."""
+        """The record of a fresh process; its `seconds.total` is what the clock moves by.
+
+        Under an adaptive protocol it is stopped where it cannot reach `bar`.
+        """
         table, dice = self.table, self.dice
         row, protocol = table[execution], protocol or table.space.protocol
         made = make_candidate(1, execution)
@@ -120,24 +129,52 @@ class Machine:
             return _record(candidate or made.id, made.execution, made.execution_identity, row.fate, seconds=seconds)
         self.compiled.add(compilation(execution))
         process = row.rate * math.exp(dice.gauss(0, PROCESS_NOISE))
-        targets = table.space.targets_per_update * protocol.updates_per_window
-        rates = [process * (1 + dice.choice(row.deviations)) for _ in range(protocol.windows)]
-        windows = [_window(index, targets, rate) for index, rate in enumerate(rates)]
         update = table.space.targets_per_update / process
-        warmup, timed = update * (protocol.warmup_updates - 1), sum(window.seconds for window in windows)
+        if protocol.version == 2:
+            rates = [process * (1 + dice.choice(row.deviations)) for _ in range(protocol.windows)]
+            windows = [self._window(index, protocol.updates_per_window, rate) for index, rate in enumerate(rates)]
+            dominated, warmup = None, update * (protocol.warmup_updates - 1)
+        else:
+            windows, dominated = self._by_need(process, row, protocol, bar or Bar())
+            warmup = update * min(USUAL_WARMUP, protocol.warmup_updates - 1)
+        timed = sum(window.seconds for window in windows)
         total = start + first + warmup + timed + rest
-        middle = sorted(rates)[len(rates) // 2]
+        middle = statistics.median(window.targets_per_second for window in windows)
         return _record(
             candidate or made.id,
             made.execution,
             made.execution_identity,
-            Fate.COMPLETE,
+            Fate.DOMINATED if dominated else Fate.COMPLETE,
+            protocol=protocol,
             windows=windows,
             targets_per_second=middle,
             seconds_per_update=table.space.targets_per_update / middle,
             seconds=Seconds(start=start, compile=first, warmup=warmup, windows=timed, total=total),
             memory=Memory(peak_reserved_bytes=int(row.memory), total_bytes=TOTAL_MEMORY),
         )
+
+    def _by_need(self, process: float, row: Row, protocol: Protocol, bar: Bar) -> tuple[list[Window], str | None]:
+        """Windows as `measure.windows` takes them, and why they ended where the bar is out of reach.
+
+        A window is noisier than those by count, which the row's deviations are of, by the root of their lengths.
+        """
+        update, rates, windows = self.table.space.targets_per_update / process, list[float](), list[Window]()
+        updates = updates_to_fill(protocol.window_seconds, update)
+        rough = math.sqrt(self.table.space.protocol.updates_per_window / updates)
+        while True:
+            rates.append(process * (1 + rough * self.dice.choice(row.deviations)))
+            windows.append(self._window(len(windows), updates, rates[-1]))
+            dominated = why_dominated(rates, bar)
+            seconds = sum(window.seconds for window in windows)
+            if dominated or is_enough(rates, updates * len(windows), seconds, bar, protocol):
+                return windows, dominated
+
+    def _window(self, index: int, updates: int, rate: float) -> Window:
+        targets = updates * self.table.space.targets_per_update
+        return Window.model_construct(
+            index=index, updates=updates, targets=targets, seconds=targets / rate, targets_per_second=rate,
+            data_wait_seconds=0.0, loss=None, grad_norm=None, timestamp=0.0,
+        )  # fmt: skip
 
 
 def _record(candidate: str, execution: Mapping[str, Any], name: str, fate: Fate, **fields: Any) -> TrialRecord:
@@ -155,10 +192,3 @@ def _record(candidate: str, execution: Mapping[str, Any], name: str, fate: Fate,
         "timestamp": 0.0,
     }
     return TrialRecord.model_construct(**TrialRecord.model_validate(values).__dict__ | fields)
-
-
-def _window(index: int, targets: int, rate: float) -> Window:
-    return Window.model_construct(
-        index=index, updates=1, targets=targets, seconds=targets / rate, targets_per_second=rate,
-        data_wait_seconds=0.0, loss=None, grad_norm=None, timestamp=0.0,
-    )  # fmt: skip

@@ -14,6 +14,7 @@ SPACE = """
 baseline: {micro_batch_size: 8, cpu_threads: 1}
 factors: {micro_batch_size: [1, 2, 4, 8]}
 protocol: {warmup_updates: 1, windows: 2, updates_per_window: 40}
+search_windows: by_count
 """
 """After the baseline its three others are begun at once where they fit: whatever it has shown, each may be faster."""
 MANY = SPACE.replace("{micro_batch_size: [", "{sdpa_backend: [auto, flash, math], micro_batch_size: [")

@@ -184,9 +184,15 @@ class TestDominated:
 
     @given(st.lists(st.floats(90, 110), min_size=1, max_size=20), st.floats(0, 20))
     def test_there_is_always_an_end(self, rates: list[float], seconds: float) -> None:
-        enough = is_enough(rates, seconds, Bar(100.0), ADAPTIVE)
+        enough = is_enough(rates, 0, seconds, Bar(100.0), ADAPTIVE)
         assert enough or len(rates) < ADAPTIVE.most_windows
         assert not enough or len(rates) >= ADAPTIVE.windows
+
+    def test_close_ones_have_no_more_updates_than_by_count(self) -> None:
+        protocol = Protocol(version="adaptive", updates_per_window=40)
+        found = Device(noisy(0.02, 0.02)).measure(protocol, beat=TARGETS / 0.02)
+        updates = [window.updates for window in found.windows]
+        assert sum(updates) >= 3 * 40 > sum(updates[:-1])
 
 
 @settings(max_examples=50)

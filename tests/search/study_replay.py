@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tinyllm_ray.config import Config, load
+from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.records import Device, Fate, Memory, Seconds, TrialRecord, Window
 from tinyllm_ray.search.answers import Finished, Trial, Wait
 from tinyllm_ray.search.candidate import Candidate
+from tinyllm_ray.search.cost import USUAL_WARMUP
 from tinyllm_ray.search.fitting import DeviceKind, FittedSpace, fit_space
 from tinyllm_ray.search.noise import device_name
 from tinyllm_ray.search.space import Space
@@ -125,9 +127,12 @@ def _row(size: int, update: str, mode: str | None, sdpa: str, threads: int) -> t
 
 
 def gh200(trial: Trial) -> TrialRecord:
-    """What the GH200 recorded for this candidate."""
+    """What the GH200 recorded for this candidate; by need as many windows of half a second."""
     rates, first, warmup = _row(*key(trial.candidate.execution))
-    windows = sum(3276800 / rate for rate in rates)
+    protocol = trial.protocol or Protocol()
+    by_need = protocol.version == "adaptive"
+    windows = sum(protocol.window_seconds if by_need else 3276800 / rate for rate in rates)
+    warmup = first + (warmup - first) * (USUAL_WARMUP / 19 if by_need else 1)
     seconds = Seconds(
         start=START_SECONDS,
         compile=first,
@@ -135,7 +140,8 @@ def gh200(trial: Trial) -> TrialRecord:
         windows=windows,
         total=START_SECONDS + warmup + windows + REST_SECONDS,
     )
-    return record(trial.candidate, rates=rates, seconds=seconds, memory=Memory(peak_reserved_bytes=1))
+    memory = Memory(peak_reserved_bytes=1)
+    return record(trial.candidate, rates=rates, seconds=seconds, memory=memory, protocol=protocol)
 
 
 def fates(outcomes: Mapping[str, Fate]) -> Callable[[Trial], TrialRecord]:

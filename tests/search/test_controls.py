@@ -17,6 +17,7 @@ from tinyllm_ray.search.cost import Starts
 from tinyllm_ray.search.objective import Objective
 from tinyllm_ray.search.paired import PairedVerifier
 from tinyllm_ray.search.study import Study
+from tinyllm_ray.search.verifier import InterleavedPairs
 
 
 def measured(name: str, device: str, rate: float, at: float = 0.0, **fields: Any) -> TrialRecord:
@@ -97,7 +98,7 @@ def test_a_device_that_has_its_control_goes_on_where_others_have_not_come_yet() 
 
 def test_no_control_is_measured_where_nothing_comes_after_it() -> None:
     """A single training, for which nothing else pays."""
-    asked = study(going(601.0)._cost.records, objective=ONCE)
+    asked = study(going(601.0)._cost.records, objective=ONCE, verifier=InterleavedPairs())
     assert isinstance(asked.ask(1e6, "GPU-0"), Finished)
 
 

@@ -33,6 +33,7 @@ SPACE = """
 baseline: {micro_batch_size: 8, cpu_threads: 1}
 factors: {micro_batch_size: [1, 2, 4, 8], sdpa_backend: [auto, math], cpu_threads: [1, 2]}
 protocol: {data_mode: synthetic, warmup_updates: 1, windows: 2, updates_per_window: 2}
+search_windows: by_count
 """
 LOG = "log.jsonl"
 """Beside OUT: what a study's process knows to be so, a line each."""

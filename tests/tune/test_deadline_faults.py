@@ -31,11 +31,12 @@ GONE_SECONDS = 10.0
 EAGER = """
 baseline: {micro_batch_size: 8, cpu_threads: 1}
 factors: {micro_batch_size: [4, 8]}
+search_windows: by_count
 """
 LONG = EAGER + "protocol: {warmup_updates: 1, windows: 3, updates_per_window: 100}\n"
 """Windows that take most of the budget."""
 SHORT = EAGER.replace("[4, 8]", "[8]") + "protocol: {warmup_updates: 1, windows: 1, updates_per_window: 1}\n"
-COMPILED = SHORT.replace("}\nprotocol", ", update: [eager, compiled]}\nprotocol")
+COMPILED = SHORT.replace("}\nsearch_windows", ", update: [eager, compiled]}\nsearch_windows")
 
 
 # The candidate is a fork of its starter; the actor above it changes its name with every call.

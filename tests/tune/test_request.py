@@ -9,6 +9,7 @@ from tinyllm_ray.config import load
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.search.fitting import fit_space
 from tinyllm_ray.search.objective import Objective
+from tinyllm_ray.search.space import load_space
 from tinyllm_ray.tune.request import StudyRequest, check_request
 
 PACK = ["packing.models=2", "packing.topology=complete", "packing.scheme=awc"]
@@ -72,6 +73,28 @@ def test_a_study_is_after_the_seconds_of_all_planned_trainings() -> None:
     assert asked("packing.models=3", runs=240) == Objective("training", 3 * 1_048_576, 240), "each has the budget"
     assert asked(*PACK) == Objective("training", 1_048_576, 100), "mixed models share one"
     assert asked(objective="throughput").kind == "throughput"
+
+
+@pytest.mark.parametrize(
+    ("asked", "own", "chosen"),
+    [(None, "by_count", "by_count"), ("by_need", "by_count", "by_need"), (None, None, "by_need")],
+)
+def test_a_request_goes_before_the_space_in_how_the_search_is_timed(asked: Any, own: str | None, chosen: str) -> None:
+    space = load_space("smoke").model_dump(mode="json", exclude=set() if own else {"search_windows"})
+    request = StudyRequest(
+        budget="1m",
+        budget_seconds=60.0,
+        total_seconds=60.0,
+        age_seconds=0.0,
+        out="studies/x",
+        recipe="nano",
+        space=space | ({"search_windows": own} if own else {}),
+        search_windows=asked,
+    )
+    config, found, _ = check_request(request).for_machine("cpu")
+    fit = fit_space(found, config, "cpu", cores=2)
+    assert fit.search_windows == chosen
+    assert fit.search_protocol.version == ("adaptive" if chosen == "by_need" else 2)
 
 
 def test_no_planned_training_is_a_mistake() -> None:

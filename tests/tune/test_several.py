@@ -26,6 +26,7 @@ SPACE = """
 baseline: {micro_batch_size: 8, cpu_threads: 1}
 factors: {micro_batch_size: [4, 8]}
 protocol: {warmup_updates: 1, windows: 2, updates_per_window: 1}
+search_windows: by_count
 """
 
 

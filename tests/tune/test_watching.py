@@ -58,6 +58,7 @@ SPACE = """
 baseline: {micro_batch_size: 8, cpu_threads: 1}
 factors: {sdpa_backend: [auto, math]}
 protocol: {data_mode: synthetic, warmup_updates: 1, windows: 2, updates_per_window: 2}
+search_windows: by_count
 """
 
 

@@ -64,14 +64,17 @@ def why_dominated(rates: Sequence[float], bar: Bar) -> str | None:
     return f"at most {high:,.0f} targets/s after {len(rates)} window{'s' * (len(rates) > 1)}, {beat:,.0f} are to beat"
 
 
-def is_enough(rates: Sequence[float], seconds: float, bar: Bar, protocol: Protocol) -> bool:
-    """Whether more windows would add nothing, after windows of `seconds` in all.
+def is_enough(rates: Sequence[float], updates: int, seconds: float, bar: Bar, protocol: Protocol) -> bool:
+    """Whether more windows would add nothing, after windows of so many `updates` and `seconds` in all.
 
-    With something to beat they go on, to a cap, until their own error is half the spread between processes: together
-    the two are then 12% above the latter alone, which no further window of this process lowers.
+    With something to beat they go on until their own error is half the spread between processes: together the two are
+    then 12% above the latter alone, which no further window of this process lowers. But neither beyond a cap, nor once
+    they have as many updates as windows by count.
     """
     if len(rates) < protocol.windows or seconds < protocol.least_seconds:
         return False
     if bar.targets_per_second is None or len(rates) >= protocol.most_windows:
+        return True
+    if updates >= protocol.windows * protocol.updates_per_window:
         return True
     return window_error(rates) <= bar.process_spread / 2

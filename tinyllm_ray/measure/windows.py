@@ -183,4 +183,5 @@ def _rates(windows: Sequence[Window]) -> list[float]:
 
 
 def _enough(windows: Sequence[Window], bar: Bar, protocol: Protocol) -> bool:
-    return is_enough(_rates(windows), sum(window.seconds for window in windows), bar, protocol)
+    updates = sum(window.updates for window in windows)
+    return is_enough(_rates(windows), updates, sum(window.seconds for window in windows), bar, protocol)

@@ -6,7 +6,6 @@ where that costs little of what is left; the baseline's own record is the first 
 
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import replace
 from typing import Final
 
 from tinyllm_ray.measure.bounds import Bounds
@@ -74,7 +73,7 @@ class Controls:
         if not self._can_be_measured or not (first or self._is_due(device)):
             return None
         short = shortest(protocol)
-        prediction = replace(cost, protocol=short).predict(baseline.execution)
+        prediction = cost.predict(baseline.execution, protocol=short)
         if "baseline" in measuring:
             # What the other devices do until then takes no time from anything else.
             fits = prediction.expected_seconds <= admission.seconds_left

@@ -15,14 +15,9 @@ from tinyllm_ray.search.effects import CompilePrior, EffectModel, Observation
 from tinyllm_ray.search.first_updates import FirstUpdate, first_updates
 from tinyllm_ray.search.fitting import DeviceKind
 from tinyllm_ray.search.kinds import compilation, kind_of
+from tinyllm_ray.search.likeness import TELLING, Estimate, distance, scaled
 from tinyllm_ray.search.priors import Priors
-
-
-class Estimate(NamedTuple):
-    """Seconds: what is expected, and what is hardly ever exceeded."""
-
-    expected: float
-    upper: float
+from tinyllm_ray.search.ruled_out import RAN
 
 
 @dataclass(frozen=True)
@@ -71,13 +66,6 @@ UNSEEN_MACHINE = 3.0
 UNSEEN_SIZE = 2.0
 """The same where it has run another size of model, in proportion to the parameters."""
 
-EAGER_OVER_COMPILED = Estimate(2.5, 4.0)
-"""Seconds an update: 2.0 at micro-batch 32 to 2.9 at 4 on a GH200."""
-COMPILED_OVER_EAGER = Estimate(0.5, 1.0)
-
-SMALLER_MICRO_BATCH_POWER = 0.75
-"""An update in r times as many micro-batches takes r**0.75 times as long (GH200: 0.76 eager, 0.6 compiled)."""
-
 COMPILE_NOISE = 0.1
 """Standard deviation of a compilation's seconds, as a logarithm: 18.8 to 22.6 s in one study on an H200."""
 
@@ -86,6 +74,13 @@ CERTAIN = 2.0
 
 COMPILED = ExecutionConfig(update="compiled", micro_batch_size=32, cpu_threads=8).model_dump(mode="json")
 """What effects on compilations count from before anything is recorded."""
+
+USUAL_WINDOWS, USUAL_COUNTS_AS = 8, 4
+"""Windows by need that a candidate takes which is as close to the best as windows can tell, and records that this is
+worth beside those of the study: what cannot win takes one to three."""
+
+USUAL_WARMUP = 4
+"""Updates of an adaptive warm-up after the first: three that are steady, and one that may not be."""
 
 SAME_MARGIN = 1.2
 """Upper over expected where the same micro-batch and kind of update were timed; windows spread by 1-4%."""
@@ -100,25 +95,43 @@ class CostModel:
     work_per_update: float
     """Parameters times targets."""
     protocol: Protocol
+    """Unless a prediction names another."""
     records: tuple[TrialRecord, ...] = ()
     priors: Priors | None = None
     """All machines' unless given."""
 
-    def predict(self, execution: Mapping[str, Any], *, warm: bool = False) -> Prediction:
+    def predict(
+        self, execution: Mapping[str, Any], *, warm: bool = False, protocol: Protocol | None = None
+    ) -> Prediction:
         """Seconds of a candidate with these settings, all defaults settled; `warm`: its compilation is cached."""
-        update = self._update(execution)
-        longest = self.protocol.longest_seconds
+        update, protocol = self._update(execution), protocol or self.protocol
+        most = protocol.warmup_updates - 1
+        usual = most if protocol.version == 2 else min(most, USUAL_WARMUP)
         return Prediction(
             start=self._start,
             compile=self._first_update(execution, update, warm),
-            warmup=_times(update, self.protocol.warmup_updates - 1),
-            windows=Estimate(longest(update.expected), longest(update.upper)),
+            warmup=Estimate(usual * update.expected, most * update.upper),
+            windows=Estimate(self._windows(protocol, update.expected), protocol.longest_seconds(update.upper)),
             rest=self._rest,
         )
 
+    def _windows(self, protocol: Protocol, update: float) -> float:
+        """Expected seconds of windows: as many as this protocol took so far on average, where that is few, as usual."""
+        longest = protocol.longest_seconds(update)
+        if protocol.version == 2:
+            return longest
+        if protocol not in self._counts:
+            ran = [len(record.windows) for record in self.records if record.fate in RAN and record.protocol == protocol]
+            self._counts[protocol] = statistics.fmean([*ran, *[USUAL_WINDOWS] * USUAL_COUNTS_AS])
+        return min(longest, protocol.seconds_of(self._counts[protocol], update))
+
+    @functools.cached_property
+    def _counts(self) -> dict[Protocol, float]:
+        return {}
+
     def _update(self, execution: Mapping[str, Any]) -> Estimate:
         """Seconds an update: from the most similar execution that was timed."""
-        key = tuple(execution[name] for name in _TELLING)
+        key = tuple(execution[name] for name in TELLING)
         if key not in self._updates:
             self._updates[key] = self._fresh_update(execution)
         return self._updates[key]
@@ -128,11 +141,11 @@ class CostModel:
         if not timed:
             expected = self.work_per_update / self._priors.work_per_second(execution["update"])
             return Estimate(expected, expected * (UNSEEN_SIZE if self._priors.earlier else UNSEEN_MACHINE))
-        distances = [_distance(execution, record.execution) for record, _ in timed]
+        distances = [distance(execution, record.execution) for record, _ in timed]
         nearest = min(distances)
         similar = [index for index, distance in enumerate(distances) if distance == nearest]
         seconds = statistics.median(timed[index][1] for index in similar)
-        scale = _scale(timed[similar[-1]][0].execution, execution, self.device_kind)
+        scale = scaled(timed[similar[-1]][0].execution, execution, self.device_kind)
         margin = SAME_MARGIN if nearest[:3] == (0, 0, 0) else OTHER_MARGIN
         return Estimate(seconds * scale.expected, seconds * scale.upper * margin)
 
@@ -201,6 +214,16 @@ class CostModel:
 
     def _first_update(self, execution: Mapping[str, Any], update: Estimate, warm: bool) -> Estimate:
         """Seconds of the first update: cold for the first candidate of a compilation, warm for those that share it."""
+        key = compilation(execution), update, warm
+        if key not in self._first_updates:
+            self._first_updates[key] = self._fresh_first_update(execution, update, warm)
+        return self._first_updates[key]
+
+    @functools.cached_property
+    def _first_updates(self) -> dict[tuple[Any, ...], Estimate]:
+        return {}
+
+    def _fresh_first_update(self, execution: Mapping[str, Any], update: Estimate, warm: bool) -> Estimate:
         kind = kind_of(execution)
         if kind == "eager" or warm or compilation(execution) in self._compiled:
             prior = self._priors.first_update_seconds(kind)[1]
@@ -237,10 +260,6 @@ def _learned(seconds: Iterable[float | None], prior: Estimate) -> Estimate:
     return Estimate(statistics.median(seen), 1.25 * max(seen)) if seen else prior
 
 
-def _times(estimate: Estimate, count: int) -> Estimate:
-    return Estimate(estimate.expected * count, estimate.upper * count)
-
-
 def _rest_seconds(record: TrialRecord) -> float | None:
     seconds = record.seconds
     if record.fate != Fate.COMPLETE or seconds.total is None:
@@ -250,31 +269,3 @@ def _rest_seconds(record: TrialRecord) -> float | None:
     return seconds.total - sum(
         part or 0.0 for part in (seconds.start, seconds.compile, seconds.warmup, seconds.windows)
     )
-
-
-_TELLING = ("update", "micro_batch_size", "cpu_threads", "compile_mode", "sdpa_backend")
-"""Settings that an update's seconds are predicted by, for budgets; finer differences are for the search."""
-
-
-def _distance(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[int, float, float, int]:
-    """How unlike two executions are in what an update costs, the most telling setting first."""
-    micro = one["micro_batch_size"] / other["micro_batch_size"]
-    threads = one["cpu_threads"] / other["cpu_threads"]
-    rest = sum(one[key] != other[key] for key in _TELLING[3:])
-    return int(one["update"] != other["update"]), max(micro, 1 / micro) - 1, max(threads, 1 / threads) - 1, rest
-
-
-def _scale(timed: Mapping[str, Any], execution: Mapping[str, Any], device_kind: DeviceKind) -> Estimate:
-    """Seconds an update of `execution` relative to those of `timed`."""
-    expected = upper = 1.0
-    micro_batches = timed["micro_batch_size"] / execution["micro_batch_size"]
-    if micro_batches > 1:
-        expected, upper = micro_batches**SMALLER_MICRO_BATCH_POWER, micro_batches
-    if timed["update"] != execution["update"]:
-        change = EAGER_OVER_COMPILED if execution["update"] == "eager" else COMPILED_OVER_EAGER
-        if "eager" in {timed["update"], execution["update"]}:
-            expected, upper = expected * change.expected, upper * change.upper
-    fewer_threads = timed["cpu_threads"] / execution["cpu_threads"]
-    if device_kind == "cpu" and fewer_threads > 1:
-        expected, upper = expected * fewer_threads, upper * fewer_threads
-    return Estimate(expected, upper)

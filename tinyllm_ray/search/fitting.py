@@ -1,5 +1,6 @@
 """A space settled for one recipe on one machine: what cannot run there is dropped, and every default has its value."""
 
+import functools
 import itertools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from tinyllm_ray.execution import (
 )
 from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.search.installed import NEEDED_BY
-from tinyllm_ray.search.space import Space
+from tinyllm_ray.search.space import SearchWindows, Space
 
 DeviceKind = Literal["cuda", "cpu"]
 
@@ -44,6 +45,12 @@ class FittedSpace:
     targets_per_update: int
     notes: tuple[str, ...] = ()
     """What was changed to fit, one line each, for people."""
+    search_windows: SearchWindows = "by_need"
+
+    @functools.cached_property
+    def search_protocol(self) -> Protocol:
+        """Of what the search tries beside the baseline."""
+        return self.protocol if self.search_windows == "by_count" else self.protocol.by_need()
 
     def counts(self, key: str, execution: Mapping[str, Any]) -> bool:
         """Whether varying `key` means anything beside the other settings of `execution`."""
@@ -119,6 +126,7 @@ def fit_space(
         parameters=config.model.parameters,
         targets_per_update=config.targets_per_update,
         notes=tuple(notes),
+        search_windows=space.search_windows,
     )
 
 

@@ -123,7 +123,7 @@ class Outlook:
         self.cost.prepare(executions)
         gains, _ = self._gains(executions, *self._throughput.predict(executions))
         return [
-            float(gain) * self._chances(execution) / self.cost.predict(execution).expected_seconds
+            float(gain) * self._chances(execution) / self._predict(execution).expected_seconds
             for gain, execution in zip(gains, executions, strict=True)
         ]
 
@@ -166,12 +166,15 @@ class Outlook:
         for index in np.flatnonzero(gains > 1e-9):
             execution = settings[index]
             gain = float(gains[index] * fits[index]) * self._chances(execution)
-            prediction = self.cost.predict(execution)
+            prediction = self._predict(execution)
             cost = prediction.expected_seconds
             if verifier is not None and from_baseline:
                 cost += float(better[index]) * verifier.seconds(self.cost, execution, self.space.baseline)
             found.append(Prospect(execution, names[index], gain, prediction, cost))
         return sorted(found, key=lambda prospect: (-prospect.gain_per_second, prospect.identity))
+
+    def _predict(self, execution: Mapping[str, Any]) -> Prediction:
+        return self.cost.predict(execution, protocol=self.space.search_protocol)
 
     def _gains(self, settings: Sequence[Mapping[str, Any]], means: Floats, sds: Floats) -> tuple[Floats, Floats]:
         """Expected improvement over the best, and the probability of any."""

@@ -1,8 +1,9 @@
 """How a study verifies: the rounds of `verification`, kept time for where they fit into a share of the budget."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tinyllm_ray.protocol import Protocol
@@ -38,13 +39,17 @@ class PairedVerifier:
         """What three pairs are not begun without, short ones where those of the study's protocol take too much of the
         budget; 0 where these do, too."""
         whole, short = (
-            [known.predict(execution, warm=True) for execution in (one, baseline)]
-            for known in (cost, replace(cost, protocol=shortest(cost.protocol)))
+            [cost.predict(execution, warm=True, protocol=protocol) for execution in (one, baseline)]
+            for protocol in (self.protocol, self._shortest)
         )
         expected = [prediction.expected_seconds for prediction in short]
         least = pairs_seconds(LEAST_PAIRS, expected, [prediction.upper_seconds for prediction in short])
         wanted = LEAST_PAIRS * sum(prediction.expected_seconds for prediction in whole)
         return next((seconds for seconds in (max(wanted, least), least) if seconds <= self.most_seconds), 0.0)
+
+    @functools.cached_property
+    def _shortest(self) -> Protocol:
+        return shortest(self.protocol)
 
     def begin(
         self, selection: Selection, baseline: TrialRecord, earlier: Sequence[TrialRecord], cost: CostModel
@@ -52,10 +57,10 @@ class PairedVerifier:
         """Verify the search's choice and what cannot be told from it."""
 
         def predict(execution: Mapping[str, Any], protocol: Protocol) -> float:
-            return replace(cost, protocol=protocol).predict(execution, warm=True).upper_seconds
+            return cost.predict(execution, warm=True, protocol=protocol).upper_seconds
 
         def expect(execution: Mapping[str, Any], protocol: Protocol) -> float:
-            return replace(cost, protocol=protocol).predict(execution, warm=True).expected_seconds
+            return cost.predict(execution, warm=True, protocol=protocol).expected_seconds
 
         records = [*cost.records, *earlier]
         spread = spread_of(records, CAUTIOUS_SPREAD)

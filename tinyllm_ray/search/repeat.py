@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from tinyllm_ray.measure.need import Bar
 from tinyllm_ray.records import Fate, TrialRecord
 from tinyllm_ray.search.answers import CandidateStatus, Finished, Trial, Wait, again, running_status
 from tinyllm_ray.search.candidate import Candidate
@@ -65,6 +66,10 @@ class Repeat(Study):
             return Finished(f"budget: {self.before.candidate} needs about {need} s and {left} s are left", True)
         self._again = Trial(self._candidate(), self._stage(), prediction, self.before.protocol)
         return self._again
+
+    def bar(self, trial: Trial) -> Bar:
+        """None: it is measured to its end, as whoever asked for it wants to see."""
+        return Bar()
 
     def tell(self, record: TrialRecord) -> None:
         """Take the record of the process."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_validator
 
@@ -26,6 +26,9 @@ from tinyllm_ray.validation import explain
 from tinyllm_ray.yamlfile import parse_yaml, read_mapping
 
 EXECUTION_KEYS = tuple(ExecutionConfig.model_fields)
+
+
+SearchWindows = Literal["by_need", "by_count"]
 
 
 class Space(Section):
@@ -46,7 +49,10 @@ class Space(Section):
     when: dict[str, dict[str, tuple[Any, ...]]] = Field(default_factory=dict)
     """By factor: the settings, and their values, without which the factor means nothing."""
     protocol: Protocol = Protocol()
-    """How long a candidate is measured."""
+    """How long baseline and finalists are measured, and at most every candidate."""
+    search_windows: SearchWindows = "by_need"
+    """by_need: what the search tries beside the baseline is timed by time and need, and stopped once it cannot win;
+    by_count: everything is timed as `protocol` says."""
 
     @model_validator(mode="before")
     @classmethod

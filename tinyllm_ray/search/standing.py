@@ -1,12 +1,20 @@
 """Where each candidate of a study stands: finished, running, or why it has not been started."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tinyllm_ray.records import TrialRecord
 from tinyllm_ray.search.admission import Admission
-from tinyllm_ray.search.answers import CandidateStatus, State, Trial, finished_status, running_status
+from tinyllm_ray.search.answers import (
+    AGAIN,
+    CandidateStatus,
+    State,
+    Trial,
+    finished_again,
+    finished_status,
+    running_status,
+)
 from tinyllm_ray.search.candidate import Candidate, Candidates, make_candidate
 from tinyllm_ray.search.cost import Prediction
 from tinyllm_ray.search.ruled_out import out_of_memory
@@ -24,6 +32,17 @@ class Standing:
     admission: Admission
     baseline: str
     predict: Callable[[Mapping[str, Any]], Prediction]
+
+    def of_all(
+        self, candidates: Candidates, again: Iterable[TrialRecord], running: Iterable[Trial]
+    ) -> list[CandidateStatus]:
+        """Of all in the order of their numbers, of `again`, what was measured once more, and of what did not fit."""
+        return [
+            *(self.of(candidate) for candidate in candidates.in_order()),
+            *(finished_again(candidates[record.execution_identity], record) for record in again),
+            *(running_status(trial) for trial in running if trial.stage in AGAIN),
+            *self.left_out(candidates),
+        ]
 
     def of(self, candidate: Candidate) -> CandidateStatus:
         """Of a candidate that has a number."""

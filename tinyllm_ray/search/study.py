@@ -12,25 +12,18 @@ from dataclasses import replace
 from typing import Any
 
 from tinyllm_ray.config import identity
+from tinyllm_ray.measure.need import Bar
 from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.records import TrialRecord
 from tinyllm_ray.search.account import Account
 from tinyllm_ray.search.admission import Admission
-from tinyllm_ray.search.answers import (
-    AGAIN,
-    CandidateStatus,
-    Finished,
-    Trial,
-    Wait,
-    again,
-    finished_again,
-    running_status,
-)
+from tinyllm_ray.search.answers import AGAIN, CandidateStatus, Finished, Trial, Wait, again
 from tinyllm_ray.search.candidate import Candidates
 from tinyllm_ray.search.comparison import Comparison
 from tinyllm_ray.search.controls import Controls
 from tinyllm_ray.search.cost import CostModel, Prediction
 from tinyllm_ray.search.fitting import FittedSpace
+from tinyllm_ray.search.noise import spread_of
 from tinyllm_ray.search.objective import Objective, Winner
 from tinyllm_ray.search.outlook import Outlook
 from tinyllm_ray.search.pool import Pool
@@ -61,8 +54,8 @@ class Study:
         devices: int = 1,
     ) -> None:
         """`records` (oldest first) are those of the study to go on with; `protocol` is the space's unless given."""
-        self.space = space
-        self.protocol = protocol or space.protocol
+        self.space = space = space if protocol is None else replace(space, protocol=protocol)
+        self.protocol = space.protocol
         self.objective = objective
         self.verifier = verifier
         self._priors = priors or Priors(space.device_kind)
@@ -117,6 +110,13 @@ class Study:
             if trial.stage != "control":
                 kept[record.execution_identity] = record
 
+    def bar(self, trial: Trial) -> Bar:
+        """What the trial is stopped for where it cannot reach it; nothing for what others are compared with."""
+        if trial.stage != "search" or (trial.protocol or self.protocol).version != "adaptive":
+            return Bar()
+        spread = spread_of([*self._cost.records, *self.measured_again])
+        return self._compared.bar(trial.candidate.execution, self._cost.starts, spread)
+
     def incumbent(self) -> TrialRecord | None:
         """The fastest complete record so far, devices considered and noise not."""
         return self._compared.incumbent()
@@ -154,14 +154,8 @@ class Study:
 
     def candidates(self) -> list[CandidateStatus]:
         """Every candidate the study knows by now, in the order of their numbers; last, what did not fit the budget."""
-        standing = self._standing()
         again = [*self.controls.records, *self.measured_again]
-        return [
-            *(standing.of(candidate) for candidate in self._candidates.in_order()),
-            *(finished_again(self._candidates[record.execution_identity], record) for record in again),
-            *(running_status(trial) for trial in self._running.values() if trial.stage in AGAIN),
-            *standing.left_out(self._candidates),
-        ]
+        return self._standing().of_all(self._candidates, again, self._running.values())
 
     def baseline(self) -> CandidateStatus:
         """The candidate every other is compared with."""
@@ -185,7 +179,7 @@ class Study:
         if self._eager not in self._results and self._eager not in self._searching():
             execution = self._candidates[self._eager].execution
             if out_of_memory(execution, self._results.values()) is None:
-                prediction = self._cost.predict(execution)
+                prediction = self._prediction(execution)
                 if self._admission.fits(execution, prediction):
                     return self._start(execution, "eager", prediction, device)
                 self._admission.left_out[self._eager] = execution, prediction
@@ -226,8 +220,7 @@ class Study:
         if isinstance(asked, Finished):
             return replace(end, reason=f"{end.reason}; {asked.reason}") if asked.budget_exhausted else end
         name = asked.record.execution_identity
-        cost = replace(self._cost, protocol=asked.protocol or self.protocol)
-        prediction = cost.predict(asked.record.execution, warm=True)
+        prediction = self._cost.predict(asked.record.execution, warm=True, protocol=asked.protocol)
         candidate = again(self._candidates[name], asked.name)
         return self._run(Trial(candidate, "verification", prediction, asked.protocol, asked.device, asked.round))
 
@@ -249,6 +242,11 @@ class Study:
             if name not in self._results and name not in running and not is_ruled_out(execution)
         }
 
+    def _prediction(self, execution: Mapping[str, Any]) -> Prediction:
+        """Of the search, the baseline first."""
+        protocol = self.protocol if execution == self.space.baseline else self.space.search_protocol
+        return self._cost.predict(execution, protocol=protocol)
+
     def _admit(self, seconds_left: float) -> Admission:
         return Admission(seconds_left, self._reserve, self.space.baseline)
 
@@ -260,7 +258,10 @@ class Study:
 
     def _start(self, execution: dict[str, Any], stage: str, prediction: Prediction, device: str | None) -> Trial:
         """The trial, unless its device has to measure the control first."""
-        return self._ask_control(device) or self._run(Trial(self._candidates.register(execution), stage, prediction))
+        if control := self._ask_control(device):
+            return control
+        candidate = self._candidates.register(execution)
+        return self._run(Trial(candidate, stage, prediction, self.space.search_protocol))
 
     def _run(self, trial: Trial) -> Trial:
         return self._running.setdefault(trial.candidate.id, trial)
@@ -289,8 +290,8 @@ class Study:
         return {trial.candidate.execution_identity: trial for trial in running if trial.stage not in AGAIN}
 
     def _standing(self) -> Standing:
-        searching, predict = self._searching(), self._cost.predict
-        return Standing(self._results, self._lapsed, searching, self._admission, self._baseline, predict)
+        searching = self._searching()
+        return Standing(self._results, self._lapsed, searching, self._admission, self._baseline, self._prediction)
 
     def _finished(self, why: str) -> Finished:
         left_out = bool(self._admission.left_out)

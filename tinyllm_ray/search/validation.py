@@ -160,7 +160,7 @@ class Validation(Study):
         return prediction.expected_seconds - prediction.rest.expected + rest
 
     def _predict(self, execution: Mapping[str, Any], protocol: Protocol, warm: bool = False) -> Prediction:
-        return replace(self._cost, protocol=protocol).predict(execution, warm=warm)
+        return self._cost.predict(execution, warm=warm, protocol=protocol)
 
     def _verdict(self) -> Verdict | None:
         baseline, other = self._both

@@ -153,6 +153,12 @@ def build_parser() -> Parser:
     protocol.add_argument("--warmup-updates", type=int, metavar="N", help="updates before the first window")
     protocol.add_argument("--windows", type=int, metavar="N", help="timed windows a candidate")
     protocol.add_argument("--updates-per-window", type=int, metavar="N")
+    protocol.add_argument(
+        "--search-windows",
+        choices=("by_need", "by_count"),
+        help="by_need: stop what cannot win, and time what the search tries no longer than need be; "
+        "by_count: time it like baseline and finalists",
+    )
     return parser
 
 
@@ -170,6 +176,7 @@ def _request(options: argparse.Namespace, budget: float, age: float) -> dict[str
         "overrides": options.set,
         "space": options.space,
         "protocol": protocol,
+        "search_windows": options.search_windows,
         "objective": options.objective,
         "runs": options.runs,
         "out": str(options.out or Path("studies") / time.strftime("%Y%m%d-%H%M%S")),

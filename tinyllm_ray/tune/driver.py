@@ -12,12 +12,10 @@ from tinyllm_ray.clock import Deadline
 from tinyllm_ray.config import Config, identity
 from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.measure.environment import source_identity
-from tinyllm_ray.measure.need import Bar
-from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.records import Fate, Purpose, TrialRecord
 from tinyllm_ray.search.answers import CandidateStatus, Finished, State, Trial
 from tinyllm_ray.search.judgement import judged
-from tinyllm_ray.search.noise import bar_of, device_name, spread_of
+from tinyllm_ray.search.noise import device_name
 from tinyllm_ray.search.study import Study
 from tinyllm_ray.train.outcome import RunningCandidate, build_record
 from tinyllm_ray.train.recipe import learning_rate_sum
@@ -195,7 +193,7 @@ class StudyDriver:
             protocol=protocol,
             purpose=_PURPOSES.get(trial.stage, "search"),
             round=trial.round,
-            bar=self._bar(trial, protocol),
+            bar=self.study.bar(trial),
             cache=str(self._cache.folder) if self._cache else None,
             cache_identity=self._cache.identity if self._cache else None,
             configuration=str(path),
@@ -205,14 +203,6 @@ class StudyDriver:
         )
         place = self._places.get(trial.device) if trial.device else None
         return {**request.model_dump(mode="json"), "place": place}
-
-    def _bar(self, trial: Trial, protocol: Protocol) -> Bar:
-        """What the candidate has to be able to reach; nothing for what others are compared with."""
-        if trial.stage != "search" or protocol.version != "adaptive":
-            return Bar()
-        best = self.study.incumbent()
-        # Wherever it will run: what is dominated even on the slowest device is so on all.
-        return bar_of(best, spread_of(self._records), self.study.controls.slowest(best) if best else 1.0)
 
     def _row(self, status: CandidateStatus) -> Row:
         record = status.record

@@ -14,7 +14,7 @@ from tinyllm_ray.paths import shown, unusable
 from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.search.objective import Objective, ObjectiveKind
 from tinyllm_ray.search.retry import fates_to_retry
-from tinyllm_ray.search.space import Space, load_space, parse_space
+from tinyllm_ray.search.space import SearchWindows, Space, load_space, parse_space
 from tinyllm_ray.tune.decisions import read_decisions
 from tinyllm_ray.validation import explain
 
@@ -43,6 +43,8 @@ class StudyRequest(BaseModel):
     """A space's name, a YAML file's path or a whole space."""
     protocol: dict[str, Any] = {}
     """Fields of the protocol that replace the space's."""
+    search_windows: SearchWindows | None = None
+    """The space's unless given."""
     objective: ObjectiveKind = "training"
     """training: the seconds that all planned trainings take; throughput: targets a second, whatever a start takes."""
     runs: int = PLANNED_RUNS
@@ -75,6 +77,7 @@ class Asked:
     config: Config | None
     space: Space | None
     protocol: Mapping[str, Any]
+    search_windows: SearchWindows | None = None
 
     def for_machine(self, device_kind: str) -> tuple[Config, Space, list[str]]:
         """Configuration and space, the open ones chosen for `device_kind`, and a line for each choice made."""
@@ -88,6 +91,8 @@ class Asked:
         if space is None:
             space, note = _default_space(config, on_gpu)
             notes.append(note)
+        if self.search_windows is not None:
+            space = space.model_copy(update={"search_windows": self.search_windows})
         return config, with_protocol(space, self.protocol), notes
 
 
@@ -122,7 +127,7 @@ def check_request(request: StudyRequest) -> Asked:
         config = config.model_copy(update={"data": config.data.model_copy(update={"cache": str(folder)})})
     if config is not None:
         config = config.model_copy(update={"tuned": None})  # an earlier study's word, should it be one's answer
-    return Asked(config, checked, request.protocol)
+    return Asked(config, checked, request.protocol, request.search_windows)
 
 
 def _default_space(config: Config, on_gpu: bool) -> tuple[Space, str]:

@@ -17,7 +17,13 @@ _DIGITS = 12
 def settled_space(fitted: FittedSpace) -> dict[str, Any]:
     """What a space comes to on a machine, as JSON values by name."""
     protocol = fitted.protocol.model_dump(mode="json")
-    settled = {"baseline": fitted.baseline, "factors": fitted.factors, "when": fitted.when, "protocol": protocol}
+    settled = {
+        "baseline": fitted.baseline,
+        "factors": fitted.factors,
+        "when": fitted.when,
+        "protocol": protocol,
+        "search_windows": fitted.search_windows,
+    }
     values: dict[str, Any] = json.loads(json.dumps(settled))
     return values
 

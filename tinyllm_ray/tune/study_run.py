@@ -229,6 +229,7 @@ def study_facts(
         "space": fitted.name,
         "space_notes": list(fitted.notes),
         "protocol": fitted.protocol.model_dump(),
+        "search_windows": fitted.search_windows,
         "device_kind": fitted.device_kind,
         "nodes": connection.nodes,
         "gpus": connection.gpus,

@@ -20,7 +20,7 @@ from tinyllm_ray.errors import (
 )
 from tinyllm_ray.records import TrialRecord, read_records
 from tinyllm_ray.search.objective import ObjectiveKind
-from tinyllm_ray.search.space import Space
+from tinyllm_ray.search.space import SearchWindows, Space
 from tinyllm_ray.summary import SUMMARY, read_summary
 from tinyllm_ray.table import table_row
 from tinyllm_ray.tune.budget import seconds_left
@@ -127,6 +127,7 @@ class Tuner:
         overrides: Sequence[str] = (),
         space: Space | str | Path | None = None,
         protocol: dict[str, Any] | None = None,
+        search_windows: SearchWindows | None = None,
         objective: ObjectiveKind = "training",
         runs: int = PLANNED_RUNS,
         resume: bool = False,
@@ -145,6 +146,8 @@ class Tuner:
             overrides: `section.key=value`, applied to a preset or file.
             space: a Space, a shipped space's name or a YAML file. None: what fits the machine.
             protocol: fields of the space's protocol to replace, like {"windows": 5}.
+            search_windows: "by_count" times what the search tries as it times baseline and finalists; "by_need", which
+                is every space's own unless it says otherwise, as long as need be. None: the space's.
             objective: "training" for the least seconds of all planned trainings, "throughput" for most targets/s.
             runs: trainings planned with the answer; the search ends when it costs more than it saves over them.
             retry: with `resume`, fates like "failed" to measure again; lost and timed-out candidates always are.
@@ -168,6 +171,7 @@ class Tuner:
             overrides=list(overrides),
             space=space.model_dump(mode="json") if isinstance(space, Space) else str(space) if space else None,
             protocol=protocol or {},
+            search_windows=search_windows,
             objective=objective,
             runs=runs,
             out=str(out),

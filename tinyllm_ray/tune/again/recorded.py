@@ -82,6 +82,7 @@ class RecordedStudy:
             "when": {},
             "protocol": self.summary.get("protocol") or self._recorded_protocol(),
         }
+        search_windows = settled.get("search_windows", "by_count")  # as before there was a choice
         when = {key: {other: tuple(values) for other, values in one.items()} for key, one in settled["when"].items()}
         return FittedSpace(
             name=self.earlier.definition.space,
@@ -94,6 +95,7 @@ class RecordedStudy:
             parameters=self.config.model.parameters,
             targets_per_update=self.config.targets_per_update,
             notes=tuple(self.summary.get("space_notes") or ()),
+            search_windows=search_windows,
         )
 
     def record_of(self, name: str) -> TrialRecord:

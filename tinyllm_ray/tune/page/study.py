@@ -194,8 +194,8 @@ def _title(summary: Mapping[str, Any]) -> str:
 
 def _facts(summary: Mapping[str, Any], records: Sequence[TrialRecord]) -> tuple[tuple[str, str], ...]:
     record = records[-1] if records else None
-    shown = ("study", "space", "space_notes", "protocol", "recipe_identity", "cache_identity", "nodes", "gpus")
-    found = {name: summary[name] for name in shown if summary.get(name) not in (None, [], "")}
+    shown = ("study", "space", "space_notes", "protocol", "search_windows", "recipe_identity", "cache_identity")
+    found = {name: summary[name] for name in (*shown, "nodes", "gpus") if summary.get(name) not in (None, [], "")}
     if record:
         found |= {"source_identity": record.source_identity, "source_dirty": record.source_dirty}
     return flat(found)
