@@ -6,10 +6,20 @@ import random
 import pytest
 from noisy_device import NoisyDevice, a_record
 
-from tinyllm_ray.measure.bounds import PROCESS_SPREAD
+from tinyllm_ray.measure.bounds import PROCESS_SPREAD, UNKNOWN_NOISE
+from tinyllm_ray.measure.need import CONFIDENCE
 from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.records import Device, Fate
-from tinyllm_ray.search.noise import Spread, bar_of, device_name, learned_spread, record_bounds, spread_of
+from tinyllm_ray.search.noise import (
+    MOST_DEGREES,
+    NoiseOfWindows,
+    Spread,
+    bar_of,
+    device_name,
+    learned_spread,
+    record_bounds,
+    spread_of,
+)
 
 
 def repeats(count: int, spread: float, drift: float = 0.0, seed: int = 0) -> list[float]:
@@ -55,7 +65,7 @@ class TestSpread:
 class TestBar:
     def test_is_the_lower_bound_of_the_best(self) -> None:
         record = NoisyDevice(seed=3).measure("a", 0.0, Protocol())
-        bounds = record_bounds(record)
+        bounds = record_bounds(record, None, CONFIDENCE, NoiseOfWindows(()).of_record(record))
         assert bounds is not None
         assert bar_of(record).targets_per_second == bounds.low < bounds.rate == record.targets_per_second
         assert bar_of(record, Spread(0.01, 10)).process_spread == 0.01
@@ -72,3 +82,28 @@ def test_devices_are_told_apart_by_their_uuid_or_else_their_host() -> None:
     assert device_name(a_record("a", device="GPU-7")) == "GPU-7"
     assert device_name(a_record("a").model_copy(update={"devices": [cpu]})) == "cpu of here"
     assert device_name(a_record("a").model_copy(update={"devices": []})) == ""
+
+
+class TestNoiseOfWindows:
+    def test_comes_to_what_the_devices_windows_do_whatever_executions_they_are_of(self) -> None:
+        """A half range of 1.6% of three windows is a standard deviation of 1.9%."""
+        device = NoisyDevice(half_range=0.016, drift_per_hour=0.0, outliers=0.0)
+        records = [device.measure(str(number), number / 10, Protocol()) for number in range(200)]
+        assert NoiseOfWindows(records).of(1.7).spread == pytest.approx(0.0189, rel=0.1)
+
+    def test_shorter_windows_are_noisier_by_the_root_of_their_length(self) -> None:
+        noise = NoiseOfWindows([NoisyDevice(half_range=0.016).measure("a", 0.0, Protocol())])
+        assert noise.of(0.5).spread == pytest.approx(noise.of(2.0).spread * 2)
+        record = NoisyDevice().measure("a", 0.0, Protocol())
+        assert noise.of_record(record) == noise.of(record.windows[0].seconds)
+
+    def test_nothing_known_is_what_other_devices_did_and_one_window_tells_nothing(self) -> None:
+        record = NoisyDevice().measure("a", 0.0, Protocol(windows=1))
+        for known in ([], [record], [a_record("a", windows=[])]):
+            assert NoiseOfWindows(known).of(0.5) == UNKNOWN_NOISE
+
+    def test_many_windows_are_worth_no_more_than_some_for_another_process(self) -> None:
+        device = NoisyDevice()
+        records = [device.measure("a", 0.0, Protocol()) for _ in range(50)]
+        assert NoiseOfWindows(records[:2]).of(1.0).degrees == UNKNOWN_NOISE.degrees + 4
+        assert NoiseOfWindows(records).of(1.0).degrees == MOST_DEGREES

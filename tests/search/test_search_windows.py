@@ -9,12 +9,14 @@ from study_replay import Replay, fitted, gh200, record
 from study_replay import replay as replayed
 from test_study import MANY, ONCE, take
 
+from tinyllm_ray.measure.need import CONFIDENCE
 from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.records import Fate, Seconds, TrialRecord
 from tinyllm_ray.search.answers import Trial
 from tinyllm_ray.search.cost import CostModel
-from tinyllm_ray.search.noise import Spread, bar_of, record_bounds
+from tinyllm_ray.search.noise import NoiseOfWindows, bar_of, record_bounds
 from tinyllm_ray.search.objective import Objective
+from tinyllm_ray.search.pairs import CAUTIOUS_SPREAD
 from tinyllm_ray.search.priors import Priors
 from tinyllm_ray.search.repeat import Repeat
 from tinyllm_ray.search.space import SearchWindows
@@ -75,9 +77,10 @@ def test_only_what_the_search_tries_is_stopped_and_for_less_than_the_best_is_sur
     assert all(asked.bar(one).targets_per_second is None for _, one in before)
     incumbent = asked.incumbent()
     assert incumbent is not None
-    bounds = record_bounds(incumbent)
+    noise = NoiseOfWindows(asked._cost.records)
+    bounds = record_bounds(incumbent, CAUTIOUS_SPREAD, CONFIDENCE, noise.of_record(incumbent))
     assert bounds is not None
-    assert asked.bar(trial) == bar_of(incumbent)
+    assert asked.bar(trial) == bar_of(incumbent, CAUTIOUS_SPREAD, noise=noise)
     assert asked.bar(trial).targets_per_second == bounds.low < bounds.rate
     *_, (by_count, last) = searching(search_windows="by_count")
     assert by_count.bar(last).targets_per_second is None
@@ -92,10 +95,11 @@ def test_what_starts_sooner_may_be_slower_by_what_that_saves() -> None:
         FIT.settle({"update": "eager", "micro_batch_size": 16}),
         FIT.settle({"compile_mode": "max-autotune"}),
     )
-    baseline, low = asked.incumbent(), bar_of(asked.incumbent()).targets_per_second
+    known, baseline = asked._cost.records, asked.incumbent()
+    low = bar_of(baseline, CAUTIOUS_SPREAD, noise=NoiseOfWindows(known)).targets_per_second
     assert baseline is not None
     assert low is not None
-    bars = [asked._compared.bar(one, asked._cost.starts, Spread()) for one in (quick, slow)]
+    bars = [asked._compared.bar(one, asked._cost.starts, known, 0.5) for one in (quick, slow)]
     starts = asked._cost.starts
     quickest = ONCE.targets / (ONCE.seconds(starts(baseline.execution), low) - ONCE.fixed_seconds(starts(quick)))
     assert bars[0].targets_per_second == pytest.approx(quickest)

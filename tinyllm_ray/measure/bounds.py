@@ -14,6 +14,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from tinyllm_ray.measure.student import t_quantile
 
@@ -24,6 +25,20 @@ processes in 10 groups of equal kernels on GH200 and H200; single groups 0.03% t
 WINDOW_SPREAD = 0.005
 """Standard deviation between windows of one process: 0.02% to 0.6% compiled, up to 2.3% eager, on the same machines."""
 WINDOW_SPREAD_DEGREES = 3
+
+
+@dataclass(frozen=True)
+class WindowNoise:
+    """What windows of one process on a device do, before any of this one."""
+
+    spread: float = WINDOW_SPREAD
+    """Standard deviation of their log throughput."""
+    degrees: float = WINDOW_SPREAD_DEGREES
+    """Degrees of freedom that this is worth."""
+
+
+UNKNOWN_NOISE: Final = WindowNoise()
+"""Where no other window of the device is known."""
 
 _MEDIAN_COST = math.pi / 2
 """Variance of a median over that of a mean, in the limit of many values."""
@@ -40,25 +55,28 @@ class Bounds:
 
 
 def throughput_bounds(
-    rates: Sequence[float], process_spread: float = PROCESS_SPREAD, confidence: float = 0.95
+    rates: Sequence[float],
+    process_spread: float = PROCESS_SPREAD,
+    confidence: float = 0.95,
+    noise: WindowNoise = UNKNOWN_NOISE,
 ) -> Bounds:
     """Bounds from one process's windows (targets a second each), two-sided. Raises ValueError without windows."""
     if not rates:
         raise ValueError("no window, no bounds")
-    degrees = WINDOW_SPREAD_DEGREES + len(rates) - 1
-    error = math.hypot(process_spread, window_error(rates))
+    degrees = noise.degrees + len(rates) - 1
+    error = math.hypot(process_spread, window_error(rates, noise))
     margin = t_quantile((1 + confidence) / 2, degrees) * error
     rate = statistics.median(rates)
     return Bounds(rate * math.exp(-margin), rate, rate * math.exp(margin))
 
 
-def window_error(rates: Sequence[float]) -> float:
+def window_error(rates: Sequence[float], noise: WindowNoise = UNKNOWN_NOISE) -> float:
     """Standard error of the log of the windows' median, as a measure of this process alone."""
     logs = [math.log(rate) for rate in rates]
     mean = statistics.fmean(logs)
     squares = sum((log - mean) ** 2 for log in logs)
-    degrees = WINDOW_SPREAD_DEGREES + len(rates) - 1
-    variance = (WINDOW_SPREAD_DEGREES * WINDOW_SPREAD**2 + squares) / degrees
+    degrees = noise.degrees + len(rates) - 1
+    variance = (noise.degrees * noise.spread**2 + squares) / degrees
     # Of one or two windows the median is the mean.
     cost = _MEDIAN_COST if len(rates) > 2 else 1.0
     return math.sqrt(cost * variance / len(rates))

@@ -1,7 +1,7 @@
 """The search's results beside each other, as on one device: the best, the choice, the winners, what is saved."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,8 +9,9 @@ from tinyllm_ray.measure.need import Bar
 from tinyllm_ray.records import TrialRecord
 from tinyllm_ray.search.account import Account, account
 from tinyllm_ray.search.controls import Controls
-from tinyllm_ray.search.noise import Spread, bar_of
+from tinyllm_ray.search.noise import NoiseOfWindows, bar_of, spread_of
 from tinyllm_ray.search.objective import Objective, StartsOf, Winner, winners
+from tinyllm_ray.search.pairs import CAUTIOUS_SPREAD
 from tinyllm_ray.search.rates import fastest, ranked, rate
 from tinyllm_ray.search.verdict import Selection, select
 
@@ -34,32 +35,36 @@ class Comparison:
         best = fastest(self.levelled())
         return self.results[best.execution_identity] if best else None
 
-    def bar(self, execution: Mapping[str, Any], starts: StartsOf, spread: Spread) -> Bar:
+    def bar(
+        self, execution: Mapping[str, Any], starts: StartsOf, known: Sequence[TrialRecord], window_seconds: float
+    ) -> Bar:
         """What an execution has to be able to reach, wherever it will run; nothing while nothing is complete.
 
         The lower bound of the fastest; where the objective counts seconds, and what the execution saves at its starts
-        would make up for less, so much less.
+        would make up for less, so much less. `known` are all of the study's records, oldest first, which tell of noise.
         """
+        spread, noise = spread_of(known, CAUTIOUS_SPREAD), NoiseOfWindows(known)
+
+        def reached(record: TrialRecord) -> Bar:
+            # What is dominated even on the slowest device is so on all.
+            return bar_of(record, spread, self.controls.slowest(record), noise, window_seconds)
+
         best = self.incumbent()
         if best is None:
-            return Bar(None, spread.value)
-        bar = self._reached(best, spread)
+            return Bar()
+        bar = reached(best)
         if bar.targets_per_second is None or self.objective.kind == "throughput":
             return bar
         soonest = min(
             ranked(self.levelled()), key=lambda one: self.objective.seconds(starts(one.execution), rate(one) or 0.0)
         )
-        beaten = self._reached(self.results[soonest.execution_identity], spread).targets_per_second
+        beaten = reached(self.results[soonest.execution_identity]).targets_per_second
         if beaten is None:
             return bar
         spared = self.objective.seconds(starts(soonest.execution), beaten)
         spared -= self.objective.fixed_seconds(starts(execution))
         enough = self.objective.targets / spared if spared > 0 else math.inf
-        return Bar(min(bar.targets_per_second, enough), spread.value)
-
-    def _reached(self, record: TrialRecord, spread: Spread) -> Bar:
-        # What is dominated even on the slowest device is so on all.
-        return bar_of(record, spread, self.controls.slowest(record))
+        return replace(bar, targets_per_second=min(bar.targets_per_second, enough))
 
     def choose(self, starts: StartsOf, expected: Callable[[TrialRecord], float]) -> Selection | None:
         """The verdict, its records levelled; see `verdict.select`."""

@@ -7,10 +7,26 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
+from typing import Final
 
-from tinyllm_ray.measure.bounds import PROCESS_SPREAD, Bounds, throughput_bounds
-from tinyllm_ray.measure.need import Bar
+from tinyllm_ray.measure.bounds import (
+    PROCESS_SPREAD,
+    UNKNOWN_NOISE,
+    WINDOW_SPREAD,
+    WINDOW_SPREAD_DEGREES,
+    Bounds,
+    WindowNoise,
+    throughput_bounds,
+)
+from tinyllm_ray.measure.need import CONFIDENCE, Bar
 from tinyllm_ray.records import Fate, TrialRecord
+
+UNSEEN_SECONDS: Final = 0.5
+"""Length of the windows that `measure.bounds` is right of while nothing is known of a device's own."""
+
+MOST_DEGREES: Final = 12
+"""Of freedom that a study's windows are worth for those of one more process."""
 
 
 @dataclass(frozen=True)
@@ -52,22 +68,57 @@ def spread_of(records: Iterable[TrialRecord], prior: Spread | None = None) -> Sp
     return learned_spread(groups.values(), prior)
 
 
-def record_bounds(record: TrialRecord, spread: Spread | None = None) -> Bounds | None:
+def record_bounds(
+    record: TrialRecord, spread: Spread | None = None, confidence: float = 0.95, noise: WindowNoise = UNKNOWN_NOISE
+) -> Bounds | None:
     """Where the throughput of the record's execution may lie on its device; None without windows to judge by."""
     rates = [window.targets_per_second for window in record.windows]
     if not rates or min(rates) <= 0:
         return None
-    return throughput_bounds(rates, (spread or Spread()).value)
+    return throughput_bounds(rates, (spread or Spread()).value, confidence, noise)
 
 
-def bar_of(incumbent: TrialRecord | None, spread: Spread | None = None, device_ratio: float = 1.0) -> Bar:
-    """What a candidate has to be able to reach: the incumbent's lower bound.
+class NoiseOfWindows:
+    """What the windows of a study's records do: the shorter, the noisier, by the root of their lengths."""
+
+    def __init__(self, records: Iterable[TrialRecord]) -> None:
+        """`records` are of processes alike in nothing but their device."""
+        self._squares, self._degrees = WINDOW_SPREAD_DEGREES * WINDOW_SPREAD**2 * UNSEEN_SECONDS, 0.0
+        for record in records:
+            rates = [window.targets_per_second for window in record.windows]
+            if len(rates) > 1 and min(rates) > 0:
+                logs = [math.log(rate) for rate in rates]
+                mean = fmean(logs)
+                pairs = zip(logs, record.windows, strict=True)
+                self._squares += sum((log - mean) ** 2 * window.seconds for log, window in pairs)
+                self._degrees += len(logs) - 1
+
+    def of(self, seconds: float) -> WindowNoise:
+        """Of windows of so many seconds; a record may differ from the others, so that many say no more than some."""
+        degrees = WINDOW_SPREAD_DEGREES + self._degrees
+        spread = math.sqrt(self._squares / degrees / seconds)
+        return WindowNoise(spread, min(degrees, MOST_DEGREES))
+
+    def of_record(self, record: TrialRecord) -> WindowNoise:
+        """Of windows as long as the record's."""
+        seconds = [window.seconds for window in record.windows]
+        return self.of(fmean(seconds)) if seconds and min(seconds) > 0 else UNKNOWN_NOISE
+
+
+def bar_of(
+    incumbent: TrialRecord | None,
+    spread: Spread | None = None,
+    device_ratio: float = 1.0,
+    noise: NoiseOfWindows | None = None,
+    window_seconds: float = UNSEEN_SECONDS,
+) -> Bar:
+    """What a candidate timed in windows of `window_seconds` has to be able to reach: the incumbent's lower bound.
 
     `device_ratio` is the speed of the candidate's device relative to the incumbent's (`DeviceBlocks.ratio`).
     """
-    spread = spread or Spread()
-    bounds = record_bounds(incumbent, spread) if incumbent else None
-    return Bar(bounds.low * device_ratio if bounds else None, spread.value)
+    spread, noise = spread or Spread(), noise or NoiseOfWindows(())
+    bounds = record_bounds(incumbent, spread, CONFIDENCE, noise.of_record(incumbent)) if incumbent else None
+    return Bar(bounds.low * device_ratio if bounds else None, spread.value, noise.of(window_seconds))
 
 
 def device_name(record: TrialRecord) -> str:

@@ -5,10 +5,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from tinyllm_ray.measure.bounds import window_error
 from tinyllm_ray.records import TrialRecord
 from tinyllm_ray.search.earlier import OWN, EarlierStudy, Origin
 from tinyllm_ray.search.effects import PROCESS_SD, Observation, ThroughputPrior
-from tinyllm_ray.search.rates import noise_share, rate
+from tinyllm_ray.search.noise import NoiseOfWindows
+from tinyllm_ray.search.rates import rate
 from tinyllm_ray.search.ruled_out import RAN
 
 PEAK_SD = 0.05
@@ -17,14 +19,15 @@ PEAK_SD = 0.05
 
 def rates(records: Sequence[TrialRecord], origin: Origin = OWN) -> list[Observation]:
     """One for each record that has a throughput, with its place in the order of its device."""
+    noise = NoiseOfWindows(records)
     ran: Counter[str | None] = Counter()
     found = []
     for record in records:
         device = (record.devices[0].identifier or record.devices[0].host) if record.devices else None
-        windows = max(1, len(record.windows))
-        noise = math.hypot(PROCESS_SD, noise_share(record) / math.sqrt(windows))
+        timed = [window.targets_per_second for window in record.windows]
+        error = window_error(timed, noise.of_record(record)) if timed and min(timed) > 0 else 0.0
         value = math.log(rate(record) or 1.0)
-        found.append(Observation(record.execution, value, noise, device, ran[device], origin))
+        found.append(Observation(record.execution, value, math.hypot(PROCESS_SD, error), device, ran[device], origin))
         ran[device] += 1
     return found
 

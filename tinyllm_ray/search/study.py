@@ -23,7 +23,6 @@ from tinyllm_ray.search.comparison import Comparison
 from tinyllm_ray.search.controls import Controls
 from tinyllm_ray.search.cost import CostModel, Prediction
 from tinyllm_ray.search.fitting import FittedSpace
-from tinyllm_ray.search.noise import spread_of
 from tinyllm_ray.search.objective import Objective, Winner
 from tinyllm_ray.search.outlook import Outlook
 from tinyllm_ray.search.pool import Pool
@@ -112,10 +111,11 @@ class Study:
 
     def bar(self, trial: Trial) -> Bar:
         """What the trial is stopped for where it cannot reach it; nothing for what others are compared with."""
-        if trial.stage != "search" or (trial.protocol or self.protocol).version != "adaptive":
+        protocol = trial.protocol or self.protocol
+        if trial.stage != "search" or protocol.version != "adaptive":
             return Bar()
-        spread = spread_of([*self._cost.records, *self.measured_again])
-        return self._compared.bar(trial.candidate.execution, self._cost.starts, spread)
+        known = [*self._cost.records, *self.measured_again]
+        return self._compared.bar(trial.candidate.execution, self._cost.starts, known, protocol.window_seconds)
 
     def incumbent(self) -> TrialRecord | None:
         """The fastest complete record so far, devices considered and noise not."""
