@@ -164,6 +164,7 @@ class EffectModel:
         self._base = dimensions(baseline)
         self._seen = [dimensions(seen.execution) for seen in observations]
         self._solved: Floats | None = None
+        self._variance: dict[tuple[str, Any], tuple[float, float]] = {}
         if not observations:
             return
         noise = np.array([seen.noise for seen in observations])
@@ -205,9 +206,9 @@ class EffectModel:
         pairs, squares = np.zeros_like(total), np.zeros_like(total)
         for dimension, base in self._base.items():
             rows, columns = [one[dimension] for one in ones], [other[dimension] for other in others]
+            if set(rows) == {base} or set(columns) == {base}:
+                continue  # no effect to share
             values = list(dict.fromkeys([*rows, *columns]))
-            if values == [base]:
-                continue
             table = np.array([[self._effect(dimension, one, other) for other in values] for one in values])
             sds = np.sqrt([self._prior.sd(dimension, value) for value in values])
             half = INTERACTION * table / np.outer(sds, sds)
@@ -229,14 +230,21 @@ class EffectModel:
             values = list(dict.fromkeys(column))
             if values in ([base], []):
                 continue
-            table = {value: self._effect(dimension, value, value) for value in values}
-            strength = INTERACTION
-            half = {value: strength * effect / self._prior.sd(dimension, value) for value, effect in table.items()}
-            total += np.array([table[value] for value in column])
-            scaled = np.array([half[value] for value in column])
+            own = {value: self._own(dimension, value) for value in values}
+            both = np.array([own[value] for value in column])
+            total += both[:, 0]
+            scaled = both[:, 1]
             pairs += scaled
             squares += scaled**2
         return total + (pairs**2 - squares) / 2
+
+    def _own(self, dimension: str, value: Any) -> tuple[float, float]:
+        """Variance of a level's effect, and its part in those of interactions."""
+        key = dimension, value
+        if key not in self._variance:
+            effect = self._effect(dimension, value, value)
+            self._variance[key] = effect, INTERACTION * effect / self._prior.sd(dimension, value)
+        return self._variance[key]
 
     def _effect(self, dimension: str, one: Any, other: Any) -> float:
         """Covariance of two levels' effects."""
