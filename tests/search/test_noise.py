@@ -2,6 +2,7 @@
 
 import math
 import random
+from statistics import fmean
 
 import pytest
 from noisy_device import NoisyDevice, a_record
@@ -20,6 +21,7 @@ from tinyllm_ray.search.noise import (
     record_bounds,
     spread_of,
 )
+from tinyllm_ray.search.rates import noise_share
 
 
 def repeats(count: int, spread: float, drift: float = 0.0, seed: int = 0) -> list[float]:
@@ -107,3 +109,12 @@ class TestNoiseOfWindows:
         records = [device.measure("a", 0.0, Protocol()) for _ in range(50)]
         assert NoiseOfWindows(records[:2]).of(1.0).degrees == UNKNOWN_NOISE.degrees + 4
         assert NoiseOfWindows(records).of(1.0).degrees == MOST_DEGREES
+
+
+def test_many_short_windows_are_no_wider_a_tie_than_three_long_ones() -> None:
+    """Their range grows with their number, what is known of their median does not."""
+    device = NoisyDevice(drift_per_hour=0.0, outliers=0.0)
+    by_count, by_need = Protocol(), Protocol(version="adaptive", windows=10)
+    shares = [[noise_share(device.measure("a", 0.0, protocol)) for _ in range(300)] for protocol in (by_count, by_need)]
+    assert fmean(shares[0]) == pytest.approx(0.005, rel=0.1)
+    assert fmean(shares[1]) == pytest.approx(fmean(shares[0]), rel=0.1)
