@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 from ray.cluster_utils import Cluster
 from scripted_driver import ScriptedDriver, tiny_request
 
-from tinyllm_ray.cluster.connect import Connection, connect, refuse_mixture
+from tinyllm_ray.cluster.connect import Connection, connect, held_to
+from tinyllm_ray.cluster.gpu_models import model_called, refuse_mixture
 from tinyllm_ray.cluster.trials import concurrency, resources, run_trials
 from tinyllm_ray.errors import ConfigError
 
@@ -20,10 +22,29 @@ def connection(*models: str, only: str | None = None) -> Connection:
 
 
 def test_gpus_of_several_kinds_are_refused_with_the_way_to_study_each() -> None:
-    refuse_mixture(connection())
-    refuse_mixture(connection("H200"))
-    with pytest.raises(ConfigError, match=r"several kinds \(A100, H200\).*--by-device A100 and an --out of its own$"):
-        refuse_mixture(connection("A100", "H200"))
+    refuse_mixture((), "study {}")
+    refuse_mixture(("H200",), "study {}")
+    with pytest.raises(ConfigError, match=r"several kinds \(A100, H200\), which no study mixes; study A100$"):
+        refuse_mixture(("A100", "H200"), "study {}")
+
+
+@pytest.mark.parametrize(
+    ("device", "model"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("Tesla V100-SXM2-16GB", "V100"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000"),
+        ("NVIDIA H200 MIG 1g.18gb", "H200"),
+        ("NVIDIA L40S", None),
+    ],
+)
+def test_a_device_is_of_the_model_that_ray_has_for_its_name(device: str, model: str | None) -> None:
+    models = ("A100", "GH200", "H200", "L40", "RTX-PRO-6000", "V100")
+    assert model_called(device, models) == model
+    ray = NvidiaGPUAcceleratorManager._gpu_name_to_accelerator_type(device)
+    assert model_called(device, (ray,)) == ray, "as Ray itself names it"
 
 
 def test_trials_ask_for_the_kind_that_the_study_is_held_to() -> None:
@@ -60,6 +81,9 @@ class Script(ScriptedDriver):
 def test_a_study_held_to_a_kind_runs_where_that_is_and_nowhere_else(address: str, tmp_path: Path) -> None:
     with connect(address) as all_of_it:
         assert all_of_it.accelerators == ("A100", "H200")
+        later = held_to(all_of_it, "A100")
+        assert (later.accelerators, later.nodes, later.gpus, later.only) == (("A100",), 1, 2, "A100")
+        assert later.started is False
     with connect(address, "H200") as one:
         assert (one.accelerators, one.nodes, one.gpus, concurrency(one)) == (("H200",), 1, 1, 1)
         script = Script()

@@ -18,7 +18,13 @@ from tinyllm_ray.records import Device, Fate, TrialRecord, read_records
 from tinyllm_ray.search.paired import PairedVerifier
 from tinyllm_ray.search.repeat import Repeat
 from tinyllm_ray.tune.again import recorded
-from tinyllm_ray.tune.again.recorded import RecordedStudy, changes_since, device_changes, open_study
+from tinyllm_ray.tune.again.recorded import (
+    RecordedStudy,
+    changes_since,
+    device_changes,
+    measured_on,
+    open_study,
+)
 from tinyllm_ray.tune.again.rerun import RerunReport
 from tinyllm_ray.tune.claim import claim
 from tinyllm_ray.tune.driver import StudyDriver
@@ -242,7 +248,7 @@ def reference(tmp_path: Path, **changes: Any) -> TrialRecord:
 def test_nothing_has_changed_where_it_was_measured(tmp_path: Path) -> None:
     record = reference(tmp_path)
     assert changes_since(record, "tokens") == []
-    assert device_changes([record], "cpu", here=True) == []
+    assert device_changes(measured_on([record]), "cpu", here=True) == []
 
 
 def test_another_source_cache_or_version_is_named_with_both_values(tmp_path: Path) -> None:
@@ -263,11 +269,20 @@ def test_a_record_that_tells_no_environment_is_held_to_source_and_cache_alone(tm
 def test_another_kind_of_device_is_named(tmp_path: Path) -> None:
     device = Device(kind="cuda", name="NVIDIA H200", host="there")
     record = reference(tmp_path, devices=[device])
-    assert device_changes([record], "cpu", here=True) == ["device is cpu, was cuda (NVIDIA H200)"]
-    other = reference(tmp_path / "other", devices=[Device(kind="cpu", name="Z80", host="there")])
-    (line,) = device_changes([other], "cpu", here=True)
+    assert measured_on([record, record.model_copy(update={"devices": []})]) == device
+    assert device_changes(device, "cpu", here=True) == ["device is cpu, was cuda (NVIDIA H200)"]
+    other = Device(kind="cpu", name="Z80", host="there")
+    (line,) = device_changes(other, "cpu", here=True)
     assert line.endswith(", was Z80")
-    assert device_changes([other], "cpu", here=False) == [], "a cluster's devices tell when they are measured"
+    assert device_changes(other, "cpu", here=False) == [], "a cluster's processors tell when they are measured"
+    assert device_changes(None, "cuda", False, ("A100", "H100")) == []
+
+
+def test_a_clusters_other_model_is_named(tmp_path: Path) -> None:
+    device = Device(kind="cuda", name="NVIDIA H200", host="there")
+    assert device_changes(device, "cuda", False, ("H200",)) == []
+    assert device_changes(device, "cuda", False) == [], "Ray does not know all models"
+    assert device_changes(device, "cuda", False, ("A100", "H100")) == ["device is A100 and H100, was NVIDIA H200"]
 
 
 # The command

@@ -114,14 +114,9 @@ def _start_local(quiet: dict[str, Any]) -> None:
         raise ConfigError(f"Ray does not start: {error}; HOME and TMPDIR have to be folders it can write") from None
 
 
-def refuse_mixture(connection: Connection) -> None:
-    """Raise ConfigError where the cluster's GPUs are of several models: figures of one say nothing of another."""
-    if len(connection.accelerators) > 1:
-        models = ", ".join(connection.accelerators)
-        raise ConfigError(
-            f"the cluster's GPUs are of several kinds ({models}), which no study mixes; study each apart, by "
-            f"--by-device {connection.accelerators[0]} and an --out of its own"
-        )
+def held_to(connection: Connection, model: str) -> Connection:
+    """The connection for trials on GPUs of one of its models. Raises ConfigError where the cluster has none by now."""
+    return _describe(connection.started, model)
 
 
 def _describe(started: bool, only: str | None) -> Connection:

@@ -135,11 +135,12 @@ def study_on_ray(
 @contextmanager
 def started_ray(request: StudyRequest, console: Console) -> "Iterator[tuple[Connection, bool]]":
     """Ray as the request has it, and whether no other study measures on this machine."""
-    from tinyllm_ray.cluster.connect import connect, refuse_mixture
+    from tinyllm_ray.cluster.connect import connect
+    from tinyllm_ray.cluster.gpu_models import refuse_mixture
 
     say(console, f"budget {request.budget}; starting Ray")
     with connect(request.address, request.by_device) as connection, claim_machine(console, connection) as alone:
-        refuse_mixture(connection)
+        refuse_mixture(connection.accelerators, "study each apart, by --by-device {} and an --out of its own")
         say(console, _describe(connection))
         yield connection, alone
 

@@ -75,6 +75,7 @@ def validate_parser() -> Parser:
     )
     parser.add_argument("selected", metavar="SELECTED.YAML", type=Path, help="the configuration a study selected")
     _add_common(parser, VALIDATE_BUDGET)
+    parser.add_argument("--by-device", metavar="KIND", help="of a cluster's kinds of GPU (default: the study's)")
     parser.add_argument(
         "--out", type=Path, help="folder for the records (default: validations/ and the time, beside it)"
     )
@@ -94,7 +95,8 @@ def validate_command(arguments: list[str]) -> int:
     selected = _configuration(options.selected)
     out = options.out or _validation_folder(selected)
     age = process_age_seconds()
-    return exit_status(lambda: _validate(selected, options.budget, out, options.address, age).exit_status)
+    asked = options.budget, out, options.address, options.by_device
+    return exit_status(lambda: _validate(selected, *asked, age).exit_status)
 
 
 @dataclass(frozen=True)
@@ -155,9 +157,16 @@ def rerun(out: str | Path, candidate: str, *, budget: str = RERUN_BUDGET, addres
 
 
 def validate(
-    selected: str | Path, *, budget: str = VALIDATE_BUDGET, out: str | Path | None = None, address: str | None = None
+    selected: str | Path,
+    *,
+    budget: str = VALIDATE_BUDGET,
+    out: str | Path | None = None,
+    address: str | None = None,
+    by_device: str | None = None,
 ) -> Validated:
     """Put a study's decision to the test, as `tune validate` does: `selected` is its configuration's file.
+
+    On a cluster with GPUs of several kinds it runs on the study's kind, or on `by_device`, like "H200".
 
     >>> from tinyllm_ray.tune import validate
     >>> found = validate("studies/20m/selected.yaml")  # doctest: +SKIP
@@ -168,7 +177,7 @@ def validate(
     """
     path = _configuration(Path(selected))
     folder = Path(out) if out is not None else _validation_folder(path)
-    outcome = _validate(path, budget, folder, address, 0.0)
+    outcome = _validate(path, budget, folder, address, by_device, 0.0)
     answer = folder / "validation.json"
     if outcome.exit_status not in (0, EXIT_NO_RESULT) or not answer.is_file():
         raise _error(outcome)
@@ -200,12 +209,15 @@ def _rerun(out: Path, candidate: str, budget: str, address: str | None, age: flo
     return outcome
 
 
-def _validate(selected: Path, budget: str, out: Path, address: str | None, age: float) -> Outcome:
-    return _supervise("validate", budget, address, age, {"out": str(out), "selected": str(selected)})[0]
+def _validate(
+    selected: Path, budget: str, out: Path, address: str | None, by_device: str | None, age: float
+) -> Outcome:
+    asked = {"out": str(out), "selected": str(selected), "by_device": by_device}
+    return _supervise("validate", budget, address, age, asked)[0]
 
 
 def _supervise(
-    task: str, budget: str, address: str | None, age: float, asked: Mapping[str, str]
+    task: str, budget: str, address: str | None, age: float, asked: Mapping[str, str | None]
 ) -> tuple[Outcome, Deadline]:
     seconds = parse_duration(budget, "--budget")
     deadline = Deadline.after(seconds_within_allocation(seconds - age, os.environ))

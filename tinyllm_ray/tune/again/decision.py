@@ -48,7 +48,7 @@ class Decision:
 
 def read_decision(selected: Path, config: Config, device_kind: DeviceKind, cores: int) -> Decision:
     """The decision for `config`, which is the content of `selected`, on devices of one kind. Raises ConfigError."""
-    records, summary, notes = _study_beside(selected, config)
+    records, summary, notes = study_beside(selected, config)
     if not records:
         return _without_study(config, device_kind, cores, notes)
     winner = identity(config.execution.model_dump(mode="json"))
@@ -73,7 +73,8 @@ def read_decision(selected: Path, config: Config, device_kind: DeviceKind, cores
     return Decision(question, space, tuple(records), summary, tuple(notes))
 
 
-def _study_beside(selected: Path, config: Config) -> tuple[list[TrialRecord], dict[str, Any], list[str]]:
+def study_beside(selected: Path, config: Config) -> tuple[list[TrialRecord], dict[str, Any], list[str]]:
+    """Records and summary of the study whose folder the file `selected` lies in, and a line where there is none."""
     folder = selected.parent
     records = read_records(folder / TRIALS)
     if not any(record.purpose == "search" for record in records):

@@ -5,14 +5,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from tinyllm_ray.clock import parse_duration
+from tinyllm_ray.cluster.gpu_models import model_called
 from tinyllm_ray.config import Config, validate
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.measure.environment import collect_environment, devices, source_identity
 from tinyllm_ray.protocol import Protocol
-from tinyllm_ray.records import TrialRecord
+from tinyllm_ray.records import Device, TrialRecord
 from tinyllm_ray.search.fitting import DeviceKind, FittedSpace
 from tinyllm_ray.search.objective import Objective
 from tinyllm_ray.summary import read_summary
@@ -20,6 +21,9 @@ from tinyllm_ray.tune.claim import claim
 from tinyllm_ray.tune.folder import DEFINITION, Earlier, open_folder
 from tinyllm_ray.tune.request import PLANNED_RUNS
 from tinyllm_ray.tune.several_folder import refuse_several
+
+if TYPE_CHECKING:
+    from tinyllm_ray.cluster.connect import Connection
 
 _DIGITS: Final = 12
 """Of a hash, for people."""
@@ -147,16 +151,35 @@ def changes_since(record: TrialRecord, cache_identity: str | None) -> list[str]:
     return [f"{name} is {_short(now[name])}, was {_short(was[name])}" for name in now if now[name] != was[name]]
 
 
-def device_changes(recorded: Sequence[TrialRecord], device_kind: DeviceKind, here: bool) -> list[str]:
-    """Whether the devices are of another kind than those of the records: cuda or cpu, and where they are `here`, on
-    this machine, their name."""
-    was = next((record.devices[0] for record in reversed(recorded) if record.devices), None)
+def measured_on(recorded: Sequence[TrialRecord]) -> Device | None:
+    """The device of the last record that tells one."""
+    return next((record.devices[0] for record in reversed(recorded) if record.devices), None)
+
+
+def device_changes(
+    was: Device | None, device_kind: DeviceKind, here: bool, accelerators: Sequence[str] = ()
+) -> list[str]:
+    """Whether the devices are of another kind than a recorded one: cuda or cpu; where they are `here`, on this machine,
+    by their name; and by the models that Ray tells."""
     if was is None:
         return []
     if was.kind != device_kind:
         return [f"device is {device_kind}, was {was.kind} ({was.name})"]
     names = _names_here(device_kind) if here else []
-    return [f"device is {' and '.join(names)}, was {was.name}"] if names and was.name not in names else []
+    if names and was.name not in names:
+        return [f"device is {' and '.join(names)}, was {was.name}"]
+    other = accelerators and model_called(was.name, accelerators) is None
+    return [f"device is {' and '.join(accelerators)}, was {was.name}"] if other else []
+
+
+def held_to_kind_of(was: Device | None, cluster: "Connection") -> "Connection":
+    """The cluster for trials on GPUs of a recorded device's kind, where it has that one among others; else as it is."""
+    from tinyllm_ray.cluster.connect import held_to
+
+    if was is None or len(cluster.accelerators) < 2:
+        return cluster
+    model = model_called(was.name, cluster.accelerators)
+    return cluster if model is None else held_to(cluster, model)
 
 
 def _names_here(device_kind: DeviceKind) -> list[str]:

@@ -34,3 +34,5 @@ class ValidateRequest(AgainRequest):
 
     selected: str
     """Path of the configuration that was selected."""
+    by_device: str | None = None
+    """The model of GPU to ask about, as Ray names it, on a cluster of several; None is the study's."""

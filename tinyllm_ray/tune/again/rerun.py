@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyllm_ray.clock import Deadline
+from tinyllm_ray.cluster.gpu_models import refuse_mixture
 from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.errors import EXIT_DONE, EXIT_NO_RESULT, ConfigError
 from tinyllm_ray.measure.environment import usable_cores
@@ -18,7 +19,14 @@ from tinyllm_ray.search.repeat import Repeat
 from tinyllm_ray.search.ruled_out import RAN
 from tinyllm_ray.train.compile_cache import compile_cache_folder
 from tinyllm_ray.train.show import PipeConsole
-from tinyllm_ray.tune.again.recorded import RecordedStudy, changes_since, device_changes, open_study
+from tinyllm_ray.tune.again.recorded import (
+    RecordedStudy,
+    changes_since,
+    device_changes,
+    held_to_kind_of,
+    measured_on,
+    open_study,
+)
 from tinyllm_ray.tune.again.request import RerunRequest
 from tinyllm_ray.tune.driver import StudyDriver
 from tinyllm_ray.tune.live import say
@@ -63,7 +71,8 @@ def _run_on_ray(
 
     console = PipeConsole(stderr=True)
     say(console, f"{record.candidate} again, within {request.budget}; starting Ray")
-    with connect(request.address) as connection, claim_machine(console, connection):
+    with connect(request.address) as cluster, claim_machine(console, cluster):
+        connection = held_to_kind_of(measured_on(study.records), cluster)
         fitted = _on_these_devices(study, record, space, connection)
         known = study.earlier.definition
         work.channel.send("out", study=known.study, path=str(study.out))
@@ -103,12 +112,13 @@ def _on_these_devices(
     """The study's space where trials run as they did. Raises ConfigError where they would not."""
     from tinyllm_ray.cluster.trials import resources
 
-    cores = int(resources(connection)["CPU"])
-    changes = device_changes(study.records, connection.device_kind, here=connection.started)
+    cores, was = int(resources(connection)["CPU"]), measured_on(study.records)
+    changes = device_changes(was, connection.device_kind, connection.started, connection.accelerators)
     threads = record.execution["cpu_threads"]
     if threads is not None and threads > cores:
         changes.append(f"a trial has {cores} CPU cores, and the candidate {threads} threads")
     _refuse(study, changes)
+    refuse_mixture(connection.accelerators, "the study tells of no device, so join a cluster of its kind alone")
     return replace(space, device_kind=connection.device_kind, cores=cores)
 
 

@@ -9,8 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from rich.console import Console
+
 from tinyllm_ray import journal
 from tinyllm_ray.clock import Deadline
+from tinyllm_ray.cluster.gpu_models import refuse_mixture
 from tinyllm_ray.config import Config, load
 from tinyllm_ray.data.cache import open_cache
 from tinyllm_ray.errors import EXIT_DONE, EXIT_NO_RESULT, ConfigError
@@ -22,7 +25,8 @@ from tinyllm_ray.search.validation import Validation
 from tinyllm_ray.train.compile_cache import compile_cache_folder
 from tinyllm_ray.train.recipe import check_fits
 from tinyllm_ray.train.show import PipeConsole
-from tinyllm_ray.tune.again.decision import Decision, read_decision
+from tinyllm_ray.tune.again.decision import Decision, read_decision, study_beside
+from tinyllm_ray.tune.again.recorded import held_to_kind_of, measured_on
 from tinyllm_ray.tune.again.request import ValidateRequest
 from tinyllm_ray.tune.driver import StudyDriver
 from tinyllm_ray.tune.folder import CANDIDATES
@@ -62,7 +66,8 @@ def _run_on_ray(request: ValidateRequest, config: Config, work: "Work", deadline
     say(console, f"validating {shortest_path(Path(request.selected))} within {request.budget}; starting Ray")
     with ExitStack() as stack:
         with nullcontext() if request.address else one_gpu(os.environ):
-            connection = stack.enter_context(connect(request.address))
+            cluster = stack.enter_context(connect(request.address, request.by_device))
+        connection = _on_one_kind(cluster, Path(request.selected).resolve(), config, console)
         alone = stack.enter_context(claim_machine(console, connection))
         cores = int(resources(connection)["CPU"])
         decision = read_decision(Path(request.selected).resolve(), config, connection.device_kind, cores)
@@ -111,13 +116,26 @@ def one_gpu(environment: MutableMapping[str, str]) -> Iterator[None]:
             environment[name] = before
 
 
+def _on_one_kind(cluster: "Connection", selected: Path, config: Config, console: Console) -> "Connection":
+    """The cluster for trials on one kind of GPU: the study's, where it has several. Raises ConfigError."""
+    was = measured_on(study_beside(selected, config)[0])
+    connection = held_to_kind_of(was, cluster)
+    where = f"the study measured on {was.name}: " if was else ""
+    refuse_mixture(connection.accelerators, f"{where}name the kind that you ask about, by --by-device {{}}")
+    if connection is not cluster:
+        say(
+            console, f"on the study's kind of GPU, {connection.only}; the cluster has {', '.join(cluster.accelerators)}"
+        )
+    return connection
+
+
 def _check_device(decision: Decision, connection: "Connection") -> None:
     """Raises ConfigError where the study's devices are of a kind that is not here."""
-    was = next((record.devices[0].kind for record in decision.records if record.devices), None)
-    if was not in (None, connection.device_kind):
+    was = measured_on(decision.records)
+    if was is not None and was.kind != connection.device_kind:
         raise ConfigError(
-            f"the study measured on {was} devices, and trials here run on {connection.device_kind}: its decision is "
-            "about others; validate it on such a machine, or name a cluster with --address"
+            f"the study measured on {was.kind} devices, and trials here run on {connection.device_kind}: its decision "
+            "is about others; validate it on such a machine, or name a cluster with --address"
         )
 
 
