@@ -40,6 +40,16 @@ def test_a_commands_answer_is_its_output_and_it_reads_what_it_is_given() -> None
     assert ask_slurm("cat", text="#!/bin/bash\n") == "#!/bin/bash\n"
 
 
+def test_a_users_own_view_of_slurm_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times as `relative` are no dates, and a filter of squeue hides the job whose time left is asked for."""
+    for name, value in {"SLURM_TIME_FORMAT": "relative", "SQUEUE_STATES": "PD", "SLURM_CONF": "here"}.items():
+        monkeypatch.setenv(name, value)
+    told = dict(line.split("=", 1) for line in ask_slurm("env", "-0").split("\0") if "=" in line)
+    assert told["SLURM_TIME_FORMAT"] == "standard"
+    assert "SQUEUE_STATES" not in told
+    assert told["SLURM_CONF"] == "here"
+
+
 def test_a_waiting_job_has_a_reason_and_no_nodes() -> None:
     text = (
         "JobId=4 JobName=tinyllm JobState=PENDING Reason=PartitionTimeLimit TimeLimit=00:10:00 NodeList=(null) "

@@ -4,10 +4,11 @@ Standard library only: the launcher imports this module.
 """
 
 import json
+import os
 import re
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ RECORD = "cluster.json"
 QUEUE_FORMAT = "%i|%T|%L|%R|%j"
 
 _ACTIVE = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "RESIZING"}
+_USERS_VIEW = ("SQUEUE_", "SACCT_", "SCONTROL_")
 _PREFIX = re.compile(r"^(?:sbatch|squeue|scontrol|scancel|sacct|slurm_\w+)(?:: error:| error:|:)\s*")
 _NUMBER = re.compile(r"(\d{1,10})(?:;\S*)?\s*", re.ASCII)
 
@@ -51,7 +53,14 @@ def ask_slurm(*command: str, text: str = "") -> str:
     """Standard output of a command of Slurm. Raises ConfigError with its own words, on one line, where it fails."""
     try:
         done = subprocess.run(
-            command, input=text, text=True, errors="replace", capture_output=True, timeout=ASK_SECONDS, check=False
+            command,
+            env=None if command[0] == "sbatch" else _asking(os.environ),  # a job inherits sbatch's
+            input=text,
+            text=True,
+            errors="replace",
+            capture_output=True,
+            timeout=ASK_SECONDS,
+            check=False,
         )
     except FileNotFoundError:
         raise ConfigError(f"{command[0]} is not on the PATH; run this where Slurm's commands are") from None
@@ -60,6 +69,12 @@ def ask_slurm(*command: str, text: str = "") -> str:
     if done.returncode:
         raise ConfigError(f"{command[0]}: {refusal(done.stderr) or f'exit status {done.returncode}'}")
     return done.stdout
+
+
+def _asking(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables for a question: a user's own filters and formats would change the answer."""
+    kept = {name: value for name, value in environment.items() if not name.startswith(_USERS_VIEW)}
+    return kept | {"SLURM_TIME_FORMAT": "standard"}
 
 
 def refusal(stderr: str) -> str:
