@@ -98,6 +98,14 @@ def test_the_launcher_ends_the_steps_and_shrinks_the_job(
     assert "handed back n3" in capsys.readouterr().out
 
 
+def test_of_an_array_one_task_alone_is_shrunk(tmp_path: Path) -> None:
+    asked: list[tuple[str, ...]] = []
+    spare = HandBack(tmp_path / "handed_back", 7, "n1", "7_2", ask=lambda *command: asked.append(command) or "")
+    spare.path.write_text("10.0.0.3\n")
+    assert spare.look(Recorded()) == ["n3"]
+    assert asked == [("scontrol", "update", "JobId=7_2", "NodeList=n1,n2")]
+
+
 def test_a_slurm_that_keeps_the_nodes_costs_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refuse(*command: str) -> str:
         raise ConfigError("scontrol: Job resizing is disabled")

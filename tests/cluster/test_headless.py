@@ -49,6 +49,13 @@ def test_it_waits_for_slurm_and_then_cancels_or_requeues(silent: str) -> None:
     assert slurm.told == [("scontrol", "requeue", "7")]
 
 
+def test_of_an_array_one_task_alone_is_ended(silent: str) -> None:
+    task = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
+    slurm = Slurm(HEADLESS)
+    assert end_headless(7, silent, lambda: False, ask=slurm, environment=task)
+    assert slurm.told == [("scancel", "7_2")]
+
+
 def test_where_the_head_answers_or_the_launcher_lets_go_the_job_is_left_alone(silent: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as head:
         slurm = Slurm()

@@ -10,6 +10,8 @@ from tinyllm_ray.cluster.jobs import (
     await_log,
     cluster_record,
     log_folder,
+    of_job,
+    own_name,
     parse_accounting,
     parse_job,
     parse_queue,
@@ -98,3 +100,22 @@ def test_a_jobs_folder_stands_beside_its_log() -> None:
 def test_a_job_without_a_cluster_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="job 7 is PENDING and has no cluster yet"):
         cluster_record(Job(7, "PENDING", None, None, None, tmp_path / "tinyllm-7.log"))
+
+
+def test_a_task_of_an_array_is_called_by_its_own_name() -> None:
+    assert own_name({"SLURM_JOB_ID": "12"}) == "12"
+    array = {"SLURM_JOB_ID": "14", "SLURM_ARRAY_JOB_ID": "14", "SLURM_ARRAY_TASK_ID": "3"}
+    assert own_name(array) == "14_3"
+
+
+def test_an_arrays_number_is_its_last_tasks_and_of_the_others_nothing_is_read() -> None:
+    """Slurm 22.05, `scontrol show job --oneliner 4` for `--array=1-2`, shortened."""
+    text = (
+        "JobId=4 ArrayJobId=4 ArrayTaskId=2 JobName=tinyllm JobState=FAILED NodeList=n2 StdOut=/w/tinyllm-4.log \n"
+        "JobId=5 ArrayJobId=4 ArrayTaskId=1 JobName=tinyllm JobState=RUNNING NodeList=n1 StdOut=/w/tinyllm-5.log \n"
+    )
+    assert of_job(4, text) == text.splitlines()[0]
+    task = parse_job(5, text)
+    assert (task.state, task.nodes, task.log) == ("RUNNING", "n1", Path("/w/tinyllm-5.log"))
+    assert (task.task, parse_job(4, text).task) == ("4_1", None), "the array's own number ends all of it"
+    assert of_job(7, "JobState=RUNNING") == "JobState=RUNNING"

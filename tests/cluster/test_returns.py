@@ -13,7 +13,6 @@ from tinyllm_ray.cluster.returns import (
     continued,
     has_to_return,
     may_return,
-    own_name,
     runs_before,
     settled_status,
     study_folder,
@@ -109,12 +108,6 @@ def test_another_command_goes_back_when_the_warning_ended_it() -> None:
     assert not has_to_return(train, 0, [USR1], left=50.0)
     assert not has_to_return(train, 143, [], left=50.0)
     assert not has_to_return(train, 143, [TERM], left=50.0)
-
-
-def test_a_task_of_an_array_goes_back_alone() -> None:
-    assert own_name({"SLURM_JOB_ID": "12"}) == "12"
-    array = {"SLURM_JOB_ID": "14", "SLURM_ARRAY_JOB_ID": "14", "SLURM_ARRAY_TASK_ID": "3"}
-    assert own_name(array) == "14_3"
 
 
 def test_the_warning_of_the_limit_waits_until_a_study_has_ended_by_itself() -> None:

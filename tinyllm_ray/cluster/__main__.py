@@ -153,7 +153,7 @@ def _cancel(options: argparse.Namespace) -> None:
     job = jobs.show(options.job)  # scancel says nothing of a job that is not there
     if not job.active:
         raise ConfigError(f"job {job.number} has ended already: {job.state}")
-    jobs.cancel(options.job)
+    jobs.cancel(job)
     say(f"job {options.job} is told to end")
 
 

@@ -22,10 +22,16 @@ _END_SECONDS = 10.0
 class HandBack:
     """The launcher's side."""
 
-    def __init__(self, path: Path, job: int, head: str, ask: Callable[..., str] = ask_slurm) -> None:
-        """`path` is emptied: what an earlier run of the job gave back is this one's again."""
+    def __init__(
+        self, path: Path, job: int, head: str, name: str | None = None, ask: Callable[..., str] = ask_slurm
+    ) -> None:
+        """`name` is the job's own (`jobs.own_name`), None its number.
+
+        `path` is emptied: what an earlier run of the job gave back is this one's again.
+        """
         self.path = path
         self._job, self._head, self._ask = job, head, ask
+        self._name = name or str(job)
         self._read = 0
         with contextlib.suppress(OSError):
             path.write_bytes(b"")
@@ -50,7 +56,7 @@ class HandBack:
 
     def _shrink(self, kept: list[str]) -> None:
         try:
-            self._ask("scontrol", "update", f"JobId={self._job}", f"NodeList={','.join(kept)}")
+            self._ask("scontrol", "update", f"JobId={self._name}", f"NodeList={','.join(kept)}")
         except ConfigError as error:
             say(f"cluster: Slurm keeps the nodes in the job: {error}", sys.stderr)
         for script in Path().glob(f"slurm_job_{self._job}_resize.*sh"):  # scontrol leaves them for a user's shell

@@ -42,6 +42,8 @@ class Job:
     limit: str | None
     """Its time limit, as Slurm writes it."""
     log: Path | None
+    task: str | None = None
+    """Of an array, like 4_1: by its own number scancel ends it not, and says so to nobody (22.05)."""
 
     @property
     def active(self) -> bool:
@@ -92,9 +94,21 @@ def submit(script: str) -> int:
     return int(match[1])
 
 
-def cancel(number: int) -> None:
-    """End a job. Raises ConfigError where Slurm knows none of that number."""
-    ask_slurm("scancel", str(number))
+def cancel(job: Job) -> None:
+    """End a job; by the number of an array, all of its tasks. Raises ConfigError where Slurm refuses."""
+    ask_slurm("scancel", job.task or str(job.number))
+
+
+def own_name(environment: Mapping[str, str]) -> str:
+    """What Slurm calls this job alone: the number of an array's last task is the whole array's."""
+    array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else environment["SLURM_JOB_ID"]
+
+
+def of_job(number: int, text: str) -> str:
+    """A job's line of `scontrol show job --oneliner`, which for an array's number has one for every task."""
+    own = [line for line in text.splitlines() if line.startswith(f"JobId={number} ")]
+    return own[0] if own else text
 
 
 def show(number: int) -> Job:
@@ -133,7 +147,9 @@ def parse_queue(text: str) -> list[tuple[str, str, str, str, str]]:
 
 def parse_job(number: int, text: str) -> Job:
     """A job from `scontrol show job --oneliner`."""
+    text = of_job(number, text)
     log = job_field(text, "StdOut")
+    array, task = job_field(text, "ArrayJobId"), job_field(text, "ArrayTaskId")
     return Job(
         number,
         job_field(text, "JobState") or "UNKNOWN",
@@ -141,6 +157,7 @@ def parse_job(number: int, text: str) -> Job:
         job_field(text, "NodeList"),
         job_field(text, "TimeLimit"),
         Path(log) if log else None,
+        f"{array}_{task}" if array and array != str(number) else None,
     )
 
 

@@ -22,7 +22,7 @@ from tinyllm_ray.clock import Deadline, parse_duration, parse_slurm_time
 from tinyllm_ray.cluster.descendants import adopt_orphans
 from tinyllm_ray.cluster.driver import GRACE_SECONDS, driver_environment, run
 from tinyllm_ray.cluster.hand_back import HandBack
-from tinyllm_ray.cluster.jobs import RECORD, ask_slurm, log_folder
+from tinyllm_ray.cluster.jobs import RECORD, ask_slurm, log_folder, own_name
 from tinyllm_ray.cluster.node import Node
 from tinyllm_ray.cluster.nodes import Share, job_field, parse_shares
 from tinyllm_ray.cluster.numa_memory import bind_host_memory
@@ -103,7 +103,7 @@ def launch(options: argparse.Namespace, received: Sequence[int]) -> int:
     if before and (status := _settled(words)) is not None:
         return status
     status = on_cluster(options, received, number, job, words)
-    if may_return(job) and has_to_return(words, status, received, seconds_left(number)):
+    if may_return(job) and has_to_return(words, status, received, seconds_left(os.environ)):
         say("cluster: the allocation ends before the work does; the job goes back into the queue")
         requeue(os.environ)
     return status
@@ -113,7 +113,7 @@ def on_cluster(
     options: argparse.Namespace, received: Sequence[int], number: int, job: str, words: Sequence[str]
 ) -> int:
     """The exit status of the command `words` on a cluster that begins and ends with it."""
-    began = time.monotonic()
+    began, since = time.monotonic(), time.time()
     seconds = parse_duration(options.start_deadline, "--start-deadline")
     container = _words(options.container)
     python = [*container, "python3" if container else sys.executable]
@@ -141,15 +141,15 @@ def on_cluster(
             raise NoResultError(f"the cluster's head went away: {describe(steps, [head])}")
         steps.end(missing, 0.0)
         study = study_folder(words) if is_study(words) else None
-        known = {"job": number, "head": head, "study": study and str(study.absolute())}
+        known = {"job": number, "began": since, "head": head, "study": study and str(study.absolute())}
         (logs / RECORD).write_text(json.dumps({**known, **steps.ready[head], "nodes": steps.ready}))
         say(
             f"cluster: {len(steps.ready)} of {len(shares)} nodes ready at {address} in {time.monotonic() - began:.1f} s"
         )
         if missing:
             say(f"cluster: going on without {describe(steps, missing)}")
-        environment = driver_environment(os.environ, steps.ready[head], seconds_left(number)) | staging.variables()
-        spare = HandBack(logs / HANDED_BACK, number, head)
+        environment = driver_environment(os.environ, steps.ready[head], seconds_left(os.environ)) | staging.variables()
+        spare = HandBack(logs / HANDED_BACK, number, head, own_name(os.environ))
         status = run([*staging.driver_python, *program(words)], environment, steps, head, received, spare)
         staging.collect()
         return status
@@ -196,7 +196,7 @@ def this_job(environment: Mapping[str, str]) -> tuple[int, str]:
         raise ConfigError(
             "this is no Slurm job (SLURM_JOB_ID is not set); see python -m tinyllm_ray.cluster submit --help"
         )
-    return int(number), ask_slurm("scontrol", "show", "job", "--details", "--oneliner", number)
+    return int(number), ask_slurm("scontrol", "show", "job", "--details", "--oneliner", own_name(environment))
 
 
 def as_node(share: Share, head: str | None, place: Mapping[str, Any]) -> Node:
@@ -230,9 +230,9 @@ def gather(steps: Steps, nodes: Sequence[str], wanted: int, deadline: Deadline, 
         steps.hear(_TICK_SECONDS)
 
 
-def seconds_left(job: int) -> float | None:
-    """What Slurm leaves the job; None without a limit."""
-    text = ask_slurm("squeue", "--noheader", f"--jobs={job}", "--format=%L").strip()
+def seconds_left(environment: Mapping[str, str]) -> float | None:
+    """What Slurm leaves this job; None without a limit."""
+    text = ask_slurm("squeue", "--noheader", f"--jobs={own_name(environment)}", "--format=%L").strip()
     with contextlib.suppress(ConfigError):
         return parse_slurm_time(text)
     return None  # NOT_SET, INVALID

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyllm_ray.allocation import margin_seconds
-from tinyllm_ray.cluster.jobs import ask_slurm
+from tinyllm_ray.cluster.jobs import ask_slurm, own_name
 from tinyllm_ray.cluster.nodes import job_field
 from tinyllm_ray.command import say
 from tinyllm_ray.errors import EXIT_DONE, EXIT_NO_RESULT, EXIT_SIGTERM, ConfigError
@@ -110,12 +110,6 @@ def requeue(environment: Mapping[str, str]) -> None:
         ask_slurm("scontrol", "requeue", own_name(environment))
     except ConfigError as error:
         say(f"cluster: Slurm does not take the job back ({error}); submit it again, with --resume", sys.stderr)
-
-
-def own_name(environment: Mapping[str, str]) -> str:
-    """What Slurm calls this job alone: the number of an array's last task is the whole array's."""
-    array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
-    return f"{array}_{task}" if array and task else environment["SLURM_JOB_ID"]
 
 
 def _is_unfinished(summary: Mapping[str, Any]) -> bool:
