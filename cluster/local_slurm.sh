@@ -11,7 +11,8 @@
 #
 # A node has its own network (10.83.0.1x), host name, processes, /dev/shm and /tmp, which holds TMP_MB where that is set
 # at the start; DIR, and the SHARED paths that lie under /tmp, are the shared file system. Needs root, and on Debian:
-# slurm-wlm slurm-client munge iproute2 procps.
+# slurm-wlm slurm-client munge iproute2 procps. With ACCOUNTING=full at the start sacct tells all, from a data base
+# (slurmdbd mariadb-server); else only sacct -c tells something.
 # Nothing is enforced (no control groups): processors are only Slurm's word, and GPUs copies of /dev/null.
 set -euo pipefail
 
@@ -26,6 +27,14 @@ until_true() { # SECONDS COMMAND...
 }
 
 login() { nsenter --net="/run/netns/$(cat "$DIR/name")-login" env SLURM_CONF="$DIR/etc/slurm.conf" "$@"; }
+
+accounting() {
+  if [ "${ACCOUNTING:-}" = full ]; then
+    printf 'AccountingStorage%s\n' Type=accounting_storage/slurmdbd "Host=$NETWORK.1" "Pass=$DIR/munge/socket" TRES=gres/gpu
+  else
+    echo AccountingStorageType=accounting_storage/none
+  fi
+}
 
 write_configuration() { # NODES CPUS GPUS
   local node gpu
@@ -63,7 +72,7 @@ PreemptMode=REQUEUE
 MinJobAge=600
 JobCompType=jobcomp/filetxt
 JobCompLoc=$DIR/log/jobs.txt
-AccountingStorageType=accounting_storage/none
+$(accounting)
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP DefMemPerCPU=$((MEMORY_MB / $2))
 PartitionName=short Nodes=ALL MaxTime=2 State=UP
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
@@ -101,6 +110,32 @@ make_networks() { # NODES
     ip -n "$name-n$node" address add "$NETWORK.$((10 + node))/24" dev eth0
     ip -n "$name-n$node" link set eth0 up
   done
+}
+
+start_accounting() {
+  local data=$DIR/accounting
+  mariadb-install-db --no-defaults --user=root --datadir="$data" &>"$DIR/log/mariadb-install.log" ||
+    fail "no data base; see $DIR/log"
+  setsid mariadbd --no-defaults --user=root --datadir="$data" --socket="$data/socket" --pid-file="$data/own" \
+    --skip-networking --innodb-buffer-pool-size=64M --innodb-lock-wait-timeout=900 \
+    </dev/null &>"$DIR/log/mariadbd.log" &
+  echo $! >"$DIR/run/mariadbd.pid"
+  until_true 60 mariadb --no-defaults --socket="$data/socket" --execute='select 1' || fail "mariadbd does not answer"
+  (umask 077; cat >"$DIR/etc/slurmdbd.conf") <<CONF
+AuthInfo=socket=$DIR/munge/socket
+DbdHost=$(hostname -s)
+DbdAddr=$NETWORK.1
+SlurmUser=root
+LogFile=$DIR/log/slurmdbd.log
+PidFile=$DIR/run/slurmdbd.own
+StorageType=accounting_storage/mysql
+StorageHost=localhost
+StorageUser=root
+CONF
+  MYSQL_UNIX_PORT=$data/socket SLURM_CONF=$DIR/etc/slurm.conf setsid \
+    nsenter --net="/run/netns/$(cat "$DIR/name")-login" slurmdbd -D </dev/null &>"$DIR/log/slurmdbd.out" &
+  echo $! >"$DIR/run/slurmdbd.pid"
+  until_true 60 login sacctmgr --noheader show cluster || fail "slurmdbd does not answer; see $DIR/log"
 }
 
 boot_node() { # NODE, in its namespaces, as process 1: bash, as someone has to reap orphans
@@ -143,6 +178,7 @@ start() { # NODES CPUS GPUS SHARED...
   echo $! >"$DIR/run/munged.pid"
   until_true 10 munge -S "$DIR/munge/socket" -n || fail "munged does not answer; see $DIR/log"
   make_networks "$nodes"
+  [ "${ACCOUNTING:-}" != full ] || start_accounting
   setsid nsenter --net="/run/netns/$(cat "$DIR/name")-login" slurmctld -D -i -f "$DIR/etc/slurm.conf" \
     </dev/null &>"$DIR/log/slurmctld.out" &
   echo $! >"$DIR/run/slurmctld.pid"

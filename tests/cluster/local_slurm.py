@@ -145,16 +145,19 @@ class LocalSlurm:
 
 
 @contextmanager
-def booted(nodes: int, cpus: int, gpus: int, cache: Path, tmp_mb: int | None = None) -> Iterator[LocalSlurm]:
+def booted(
+    nodes: int, cpus: int, gpus: int, cache: Path, tmp_mb: int | None = None, accounting: str = ""
+) -> Iterator[LocalSlurm]:
     """While entered, a Slurm with nodes n1, n2, ...; it and all of its processes are gone afterwards.
 
-    A node's /tmp holds `tmp_mb`; as much as this machine's disk where nothing is said.
+    A node's /tmp holds `tmp_mb`; as much as this machine's disk where nothing is said. With `accounting` "full" sacct
+    has a data base.
     """
     # Not in a test's own folder: a socket's path is short, and nodes have a /tmp of their own.
     folder = Path(tempfile.mkdtemp(prefix="tinyllm-slurm-", dir="/var/tmp"))
     shared = [str(path) for path in (ROOT, Path(sys.prefix), Path(sys.base_prefix), cache)]
     try:
-        environment = os.environ | ({} if tmp_mb is None else {"TMP_MB": str(tmp_mb)})
+        environment = {**os.environ, "TMP_MB": str(tmp_mb or ""), "ACCOUNTING": accounting}
         command = [SCRIPT, "start", folder, *map(str, (nodes, cpus, gpus)), *shared]
         subprocess.run(command, env=environment, check=True)
         slurm = LocalSlurm(folder, (f"TINYLLM_RAY_CACHE={cache}", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1"))

@@ -1,6 +1,7 @@
 """What a job's GPU seconds went to, from Slurm's three sources and the study's own records."""
 
 import json
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,35 @@ import pytest
 
 from tinyllm_ray.cluster.__main__ import main
 from tinyllm_ray.cluster.account import PHASES, account_of, ending, jobs_of, lines, phases_of, read_study
-from tinyllm_ray.cluster.accounting import JobRun, job_runs
+from tinyllm_ray.cluster.accounting import JobRun, job_runs, resized_since
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.records import GpuState, Seconds, TrialRecord, Window
 
 BEGIN = datetime.fromisoformat("2026-11-30T10:00:00").timestamp()
 
-# Slurm 22.05 with slurmdbd, and with jobcomp/filetxt alone; a job that was preempted once.
-FULL = """PREEMPTED|0:0|2026-11-30T10:00:00|2026-11-30T10:10:00|4|billing=288,cpu=288,gres/gpu=16,node=4|0
-COMPLETED|0:0|2026-11-30T10:20:00|2026-11-30T10:50:00|4|billing=288,cpu=288,gres/gpu=16,node=4|7200000
+# What Slurm 22.05.8 with slurmdbd said of jobs of this package's: one that handed a node back, one at its limit, one
+# that was requeued, one cancelled before it began, and the two tasks of an array, which it gives for the last one's
+# number.
+_SHARE = "billing=2,cpu=2,energy=49140,gres/gpu=1,mem=3000M,node=1"
+RESIZED = """RESIZING|0:0|2026-11-30T07:30:32|2026-11-30T07:32:30|2|cpu=4,energy=19740,mem=6000M,node=2|19740|3
+COMPLETED|0:0|2026-11-30T07:32:30|2026-11-30T07:38:22|1|billing=2,cpu=2,energy=98700,mem=3000M,node=1|98700|3
 """
+LIMITED = f"TIMEOUT|0:0|2026-11-30T07:35:33|2026-11-30T07:36:51|1|{_SHARE}|17220|8\n"
+REQUEUED = """REQUEUED|0:0|2026-11-30T07:35:33|2026-11-30T07:36:49|1|billing=1,cpu=1,gres/gpu=1,mem=1500M,node=1||9
+RUNNING|0:0|2026-11-30T07:37:06|Unknown|1|billing=1,cpu=1,gres/gpu=1,mem=1500M,node=1||9
+"""
+NEVER = "CANCELLED by 0|0:0|None|2026-11-30T07:36:50|1||0|10\n"
+ARRAY = f"""CANCELLED by 0|0:0|2026-11-30T07:31:35|2026-11-30T07:35:26|1|{_SHARE}|49140|5
+FAILED|3:0|2026-11-30T07:31:35|2026-11-30T07:32:18|1|{_SHARE}|8610|4
+"""
+# The same job in the completion file, its last run and the one before it.
+RESIZED_COMPLETIONS = """RESIZING|0:0|2026-11-30T07:32:30|2026-11-30T07:32:30|2||
+COMPLETED|0:0|2026-11-30T07:32:30|2026-11-30T07:38:22|1||
+"""
+FULL = """PREEMPTED|0:0|2026-11-30T10:00:00|2026-11-30T10:10:00|4|billing=288,cpu=288,gres/gpu=16,node=4||7
+COMPLETED|0:0|2026-11-30T10:20:00|2026-11-30T10:50:00|4|billing=288,cpu=288,energy=7200000,gres/gpu=16,node=4|7200000|7
+"""
+# With jobcomp/filetxt alone; a job that was preempted once.
 COMPLETIONS = """PREEMPTED|0:0|2026-11-30T10:00:00|2026-11-30T10:10:00|1||
 PENDING|0:0|2026-11-30T10:20:00|2026-11-30T10:50:00|1||
 CANCELLED|0:0|2026-11-30T10:51:00|2026-11-30T10:51:00|0||
@@ -80,6 +100,42 @@ def test_every_run_of_a_job_is_found_by_the_first_source_that_knows_one() -> Non
     assert [run.state for run in runs] == ["PREEMPTED", "COMPLETED"]
     assert [(run.gpus, run.nodes, run.joules) for run in runs] == [(16, 4, None), (16, 4, 7_200_000)]
     assert (runs[1].begin, runs[1].end) == (BEGIN + 1200, BEGIN + 3000)
+
+
+def test_a_data_bases_rows_are_runs_with_their_devices_and_energy() -> None:
+    (wide, narrow), _ = job_runs(3, Slurm(sacct=RESIZED))
+    assert ([wide.nodes, narrow.nodes], [wide.gpus, narrow.gpus]) == ([2, 1], [0, 0])
+    account = account_of([], [wide, narrow], devices=2, unit="node")
+    assert account.allocated == 2 * 118 + 352
+    assert (account.slurm_joules, account.unmetered) == (19740 + 98700, 0)
+    (limited,), _ = job_runs(8, Slurm(sacct=LIMITED))
+    assert (limited.state, limited.gpus, limited.joules) == ("TIMEOUT", 1, 17220)
+    first, second = job_runs(9, Slurm(sacct=REQUEUED))[0]
+    assert (first.state, second.state, second.end) == ("REQUEUED", "RUNNING", None)
+    assert job_runs(10, Slurm(sacct=NEVER)) == ([], "nobody"), "one that never began"
+
+
+def test_energy_that_slurm_does_not_tell_of_a_run_is_said_to_be_missing() -> None:
+    runs = [*job_runs(9, Slurm(sacct=REQUEUED))[0][:1], *job_runs(8, Slurm(sacct=LIMITED))[0]]
+    account = account_of([], runs, devices=1, unit="GPU")
+    assert "energy by Slurm's counters of whole nodes: 0.005 kWh, without 1 run(s)" in lines(account)
+    assert account_of([], runs[:1], devices=1, unit="GPU").unmetered == 0, "where none is counted there is no line"
+
+
+def test_of_an_array_one_task_counts() -> None:
+    assert [run.state for run in job_runs(4, Slurm(sacct=ARRAY))[0]] == ["FAILED"]
+    assert [run.state for run in job_runs(5, Slurm(sacct=ARRAY))[0]] == ["CANCELLED by 0"]
+
+
+def test_the_completion_file_does_not_know_when_what_was_handed_back_began() -> None:
+    runs, _ = job_runs(3, Slurm(completion=RESIZED_COMPLETIONS))
+    resized = datetime.fromisoformat("2026-11-30T07:32:30").timestamp()
+    assert resized_since(runs, None) == runs
+    wide, narrow = resized_since(runs, resized - 118)
+    assert (wide.begin, wide.end, narrow) == (resized - 118, resized, runs[1])
+    twice = resized_since([runs[0], replace(runs[0], begin=resized + 60, end=resized + 60), runs[1]], resized - 118)
+    assert [run.begin for run in twice] == [resized - 118, resized, resized]
+    assert resized_since(runs, resized + 300) == runs, "of a run before it came back"
 
 
 def test_without_a_data_base_it_is_the_completion_records_and_else_what_slurmctld_remembers() -> None:
@@ -166,4 +222,4 @@ def test_the_command_needs_no_slurm_for_a_studys_folder(
     assert main(["account", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["account"]["phases"]["windows"] == 5
     assert main(["account", "999"]) == 2
-    assert capsys.readouterr().err.startswith("error: Slurm knows no job 999, and it left no study here")
+    assert capsys.readouterr().err.startswith("error: Slurm knows no run of job 999, and it left no study here")

@@ -47,6 +47,8 @@ class GpuAccount:
     trial_joules: float | None
     """By the devices' counters, over all windows; None where they have none."""
     slurm_joules: float | None
+    unmetered: int = 0
+    """Runs that have ended and of which Slurm tells no energy: seen with 22.05 of those that were requeued."""
 
 
 def read_study(folder: Path) -> StudyUse:
@@ -87,6 +89,7 @@ def account_of(records: Sequence[TrialRecord], runs: Sequence[JobRun], devices: 
         _idle_parts(records, spans, idle),
         _trial_joules(records),
         sum(joules) if joules else None,
+        sum(run.joules is None and run.end is not None for run in runs) if joules else 0,
     )
 
 
@@ -119,9 +122,11 @@ def lines(account: GpuAccount) -> list[str]:
     if account.allocated is not None:
         hours = account.allocated / 3600
         said.append(f"allocated {hours:,.2f} {account.unit} hours on {account.devices} {account.unit}(s)")
-    for name, joules in (("the windows alone", account.trial_joules), ("Slurm's counters", account.slurm_joules)):
-        if joules is not None:
-            said.append(f"energy by {name}: {joules / 3.6e6:,.3f} kWh")
+    if account.trial_joules is not None:
+        said.append(f"energy by the windows alone: {account.trial_joules / 3.6e6:,.3f} kWh")
+    if account.slurm_joules is not None:
+        without = f", without {account.unmetered} run(s)" if account.unmetered else ""
+        said.append(f"energy by Slurm's counters of whole nodes: {account.slurm_joules / 3.6e6:,.3f} kWh{without}")
     return said
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tinyllm_ray.cluster import jobs
 from tinyllm_ray.cluster.account import GpuAccount, StudyUse, account_of, ending, jobs_of, lines, read_study
-from tinyllm_ray.cluster.accounting import JobRun, job_runs
+from tinyllm_ray.cluster.accounting import JobRun, job_runs, resized_since
 from tinyllm_ray.command import say
 from tinyllm_ray.errors import ConfigError
 
@@ -18,9 +18,9 @@ def account_command(what: str, as_json: bool) -> None:
     cluster = _cluster(job) if job is not None else {}
     study = _study(cluster) if job is not None else read_study(Path(what))
     numbers = [job] if job is not None else jobs_of(study.records if study else [])
-    told = [(number, *job_runs(number)) for number in numbers]
+    told = [(number, *_runs(number)) for number in numbers]
     if study is None and not any(runs for _, runs, _ in told):
-        raise ConfigError(f"Slurm knows no job {what}, and it left no study here; run this where it was submitted")
+        raise ConfigError(f"Slurm knows no run of job {what}, and it left no study here; ask where it was submitted")
     runs = [run for _, found, _ in told for run in found]
     account = _account(study, runs, cluster, job)
     if as_json:
@@ -33,6 +33,11 @@ def account_command(what: str, as_json: bool) -> None:
     if account["account"] is not None:
         for line in lines(GpuAccount(**account["account"])):
             say(line)
+
+
+def _runs(job: int) -> tuple[list[JobRun], str]:
+    runs, source = job_runs(job)
+    return (resized_since(runs, _cluster(job).get("began")), source) if source == "sacct -c" else (runs, source)
 
 
 def _account(

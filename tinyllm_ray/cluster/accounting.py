@@ -7,11 +7,11 @@ knows the last run only, and forgets it minutes after its end (`MinJobAge`). Sta
 import contextlib
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 
-from tinyllm_ray.cluster.jobs import ask_slurm
+from tinyllm_ray.cluster.jobs import ask_slurm, of_job
 from tinyllm_ray.cluster.nodes import job_field
 from tinyllm_ray.errors import ConfigError
 
@@ -37,17 +37,24 @@ class JobRun:
 
 def job_runs(number: int, ask: Callable[..., str] = ask_slurm) -> tuple[list[JobRun], str]:
     """A job's runs, oldest first, and who told; nothing and `nobody` where Slurm knows no more of it."""
-    table = ("--noheader", "--parsable2", f"--jobs={number}", f"--format={','.join(_COLUMNS)}")
+    table, columns = ("--noheader", "--parsable2", f"--jobs={number}"), ",".join(_COLUMNS)
+    full = ("--allocations", "--duplicates", *table, f"--format={columns},JobIDRaw")
     sources: tuple[tuple[str, tuple[str, ...], Callable[[str], list[JobRun]]], ...] = (
-        ("sacct", ("sacct", "--allocations", "--duplicates", *table), parse_rows),
-        ("sacct -c", ("sacct", "--completion", *table), parse_rows),
-        ("scontrol", ("scontrol", "show", "job", "--oneliner", str(number)), parse_shown),
+        ("sacct", ("sacct", *full), lambda text: parse_rows(rows_of(number, text))),
+        ("sacct -c", ("sacct", "--completion", *table, f"--format={columns}"), parse_rows),
+        ("scontrol", ("scontrol", "show", "job", "--oneliner", str(number)), lambda text: parse_shown(number, text)),
     )
     for name, command, parse in sources:
         with contextlib.suppress(ConfigError):  # accounting is off, or the job forgotten
             if runs := parse(ask(*command)):
                 return runs, name
     return [], "nobody"
+
+
+def rows_of(number: int, text: str) -> str:
+    """A job's rows of sacct's, whose last column is its number: for an array's it tells of all tasks."""
+    rows = (line.rpartition("|") for line in text.splitlines())
+    return "\n".join(row for row, _, raw in rows if raw == str(number))
 
 
 def parse_rows(text: str) -> list[JobRun]:
@@ -69,8 +76,25 @@ def parse_rows(text: str) -> list[JobRun]:
     return runs
 
 
-def parse_shown(text: str) -> list[JobRun]:
-    """The last run from `scontrol show job --oneliner`."""
+def resized_since(runs: Sequence[JobRun], began: float | None) -> list[JobRun]:
+    """Runs of the completion file, which has one that handed nodes back begin at its end (22.05), begun when they did.
+
+    `began` is when the job's launcher last did.
+    """
+    found: list[JobRun] = []
+    for run in runs:
+        lacking = run.state == "RESIZING" and run.begin == run.end
+        if lacking and began is not None and began < (run.end or 0.0):
+            found.append(replace(run, begin=began))
+            began = run.end
+        else:
+            found.append(run)
+    return found
+
+
+def parse_shown(number: int, text: str) -> list[JobRun]:
+    """The last run of a job from `scontrol show job --oneliner`."""
+    text = of_job(number, text)
     begin = _time(job_field(text, "StartTime") or "")
     state = job_field(text, "JobState")
     if begin is None or state is None or state == "PENDING":
