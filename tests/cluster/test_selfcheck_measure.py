@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -72,6 +73,30 @@ def test_every_device_gets_its_processes() -> None:
     assert len(made.records) == 6
 
 
+def test_each_process_is_told_of_once() -> None:
+    clock, said = FakeClock(), []
+    made = ControlDriver({"study": "selfcheck"}, 1, 3, Deadline.after(1000.0, clock), said.append)
+    Ray(made, clock).run(["a"])
+    assert said == [f"control-{number} on a: complete, 1,000 targets/s" for number in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("fault", ["", "; 1 / 0"])
+def test_the_first_signal_has_it_leave_what_there_is_and_the_next_ones_wait(fault: str) -> None:
+    program = (
+        "import os, signal\n"
+        "from tinyllm_ray.cluster.selfcheck_measure import ended_by_signals\n"
+        "def end(name):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        f"    print(name, flush=True){fault}\n"
+        "with ended_by_signals(end):\n"
+        "    os.kill(os.getpid(), signal.SIGHUP)\n"
+        "    print('not reached')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (128 + signal.SIGHUP, "SIGHUP\n"), done.stderr
+    assert ("ZeroDivisionError" in done.stderr) == bool(fault)
+
+
 def test_a_device_that_gets_none_does_not_keep_it_going_for_ever() -> None:
     clock = FakeClock()
     assert Ray(driver(clock), clock).run(["a"]) == 12
@@ -115,8 +140,10 @@ def test_the_floor_is_what_equal_processes_differ_by_and_devices_are_ranked() ->
 def test_one_process_a_device_leaves_the_floor_unknown() -> None:
     found = summarise([record("a", "a", 1000.0), record("b", "b", 1000.0)])
     assert found["floor"] is None
-    said = lines(found | {"bandwidth_gb_per_second": [{"host": 13.5, "to_device": None, "host_name": "gh1"}]})
+    speeds = [{"host": 13.5, "to_device": None, "host_name": "gh1"}]
+    said = lines(found | {"bandwidth_gb_per_second": speeds, "ended_early": "SIGTERM"})
     assert "not known" in said[0]
+    assert "ended early: SIGTERM" in said
     assert "bandwidth on gh1: host 13.5 GB/s" in said
 
 

@@ -8,11 +8,12 @@ import json
 import os
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tinyllm_ray.allocation import seconds_within_allocation
 from tinyllm_ray.clock import parse_duration
 from tinyllm_ray.command import say
 from tinyllm_ray.errors import EXIT_DONE, EXIT_NO_RESULT, ConfigError
@@ -35,7 +36,7 @@ Tested by faked answers only, and not yet seen on such a machine: GH200's pages 
 bound to CPU nodes, and every remedy for a driver.
 
 exit status: 0 nothing fails; 1 a fault of the program; 2 a mistake in the request; 3 a check fails, or nothing could be
-measured
+measured; 128 and its number where a signal ended it: the bundle has what was measured by then
 """
 
 
@@ -57,7 +58,7 @@ def selfcheck(options: argparse.Namespace) -> int:
     """Check, measure where asked, say it; returns the exit status. Raises ConfigError for a mistake in the options."""
     from tinyllm_ray.cluster.selfcheck import worst
 
-    seconds = parse_duration(options.budget, "--budget")
+    seconds = seconds_within_allocation(parse_duration(options.budget, "--budget"), os.environ)
     target = _target(options)
     checks = check(options)
     if not options.json:
@@ -112,16 +113,30 @@ def _measure(options: argparse.Namespace, seconds: float, target: Path, found: d
     folder.mkdir(exist_ok=True)
     (folder / "checks.json").write_text(json.dumps(found, indent=1) + "\n")
     address = options.address or os.environ.get("RAY_ADDRESS") or None
-    try:
-        measured = measure(folder, seconds, address, options.processes)
-    finally:
-        if packed:
+
+    def close() -> None:
+        if packed and folder.is_dir():
             archive(folder, target)  # what there is, also where it ends early
-    if not options.json:
-        for line in lines(measured):
+
+    def tell(line: str) -> None:
+        if not options.json:
             say(line)
-        say(f"bundle: {target}")
+
+    def cut(measured: dict[str, Any]) -> None:
+        close()
+        _tell_all(measured, target, tell)
+
+    try:
+        measured = measure(folder, seconds, address, options.processes, tell, cut)
+    finally:
+        close()
+    _tell_all(measured, target, tell)
     return {"measured": measured, "bundle": str(target)}
+
+
+def _tell_all(measured: dict[str, Any], target: Path, tell: Callable[[str], None]) -> None:
+    for line in [*lines(measured), f"bundle: {target}"]:
+        tell(line)
 
 
 def lines(measured: dict[str, Any]) -> list[str]:
@@ -142,6 +157,8 @@ def lines(measured: dict[str, Any]) -> list[str]:
             f"{name} {speeds[name]:.1f}" for name in ("host", "to_device", "from_device", "device") if speeds.get(name)
         )
         said.append(f"bandwidth on {speeds.get('host_name', 'a node')}: {known or speeds.get('problem')} GB/s")
+    if measured["ended_early"]:
+        said.append(f"ended early: {measured['ended_early']}")
     return said + [f"not measured: {line}" for line in measured["not_complete"]]
 
 

@@ -7,14 +7,18 @@ after the other on all devices at once. The result is a folder or an archive to 
 
 import json
 import math
+import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +51,17 @@ _CLOSING_SECONDS = 10.0
 class ControlDriver:
     """Asks for the control again and again; a `cluster.searcher.Driver`."""
 
-    def __init__(self, request: Mapping[str, Any], devices: int, processes: int, deadline: Deadline) -> None:
-        """`devices` run at once, and `processes` are wanted on each."""
+    def __init__(
+        self,
+        request: Mapping[str, Any],
+        devices: int,
+        processes: int,
+        deadline: Deadline,
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """`devices` run at once, and `processes` are wanted on each; `tell` gets a line for each that has ended."""
         self.lost = 0
+        self._tell = tell
         self._heard: dict[str, TrialRecord] = {}
         self._request, self._deadline = request, deadline
         self._devices, self._processes = devices, processes
@@ -71,8 +83,11 @@ class ControlDriver:
         return {**self._request, "candidate": name, "label": name, "limit_seconds": self._deadline.remaining()}
 
     def hear(self, candidate: str, event: Mapping[str, Any]) -> None:
-        if event["event"] == "record":  # Tune repeats it when the trial completes
-            self._heard[candidate] = TrialRecord.model_validate(event["record"])
+        if event["event"] == "record" and candidate not in self._heard:  # Tune repeats it when the trial completes
+            record = self._heard[candidate] = TrialRecord.model_validate(event["record"])
+            rate = "" if record.targets_per_second is None else f", {record.targets_per_second:,.0f} targets/s"
+            on = f" on {device_name(record)}" if record.devices else ""
+            self._tell(f"{candidate}{on}: {record.fate.value}{rate}")
 
     def lose(self, candidate: str) -> None:
         self.lost += 1
@@ -90,10 +105,45 @@ class ControlDriver:
         return self._deadline.remaining() <= _OVER_SLOWEST * slowest
 
 
-def measure(folder: Path, budget_seconds: float, address: str | None, processes: int) -> dict[str, Any]:
+@contextmanager
+def ended_by_signals(end: Callable[[str], None]) -> Iterator[None]:
+    """While entered, the first of SIGINT, SIGTERM and SIGHUP ends the process, after `end` was told its name.
+
+    It ends in the signal's handler: an exception out of one does not come through Ray's compiled code.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+
+    def leave(number: int, frame: object) -> None:
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)  # whoever has no patience sends KILL
+        try:
+            end(signal.Signals(number).name)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(128 + number)
+
+    for number in before:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def measure(
+    folder: Path,
+    budget_seconds: float,
+    address: str | None,
+    processes: int,
+    tell: Callable[[str], None] = lambda line: None,
+    cut: Callable[[dict[str, Any]], None] = lambda found: None,
+) -> dict[str, Any]:
     """Measure within the budget and leave everything in `folder`; the figures.
 
-    Raises NoResultError where no process of the control came to its end.
+    Raises NoResultError where no process of the control came to its end. A signal ends the process, after `cut` was
+    given what there is.
     """
     deadline = Deadline.after(budget_seconds - _CLOSING_SECONDS)
     logs = folder / "logs"
@@ -101,33 +151,36 @@ def measure(folder: Path, budget_seconds: float, address: str | None, processes:
     with connect(address) as connection:
         began = time.monotonic()
         speeds = _bandwidths(connection)
-        bandwidth_seconds = time.monotonic() - began
+        facts: dict[str, Any] = {"bandwidth_gb_per_second": speeds, "bandwidth_seconds": time.monotonic() - began}
         config, protocol = _control(connection)
+        facts |= {"control": config.execution.model_dump(mode="json"), "parameters": config.model.parameters}
         cache = open_cache(default_cache())
         request = control_request(config, protocol, cache, connection.device_kind)
-        driver = ControlDriver(request, concurrency(connection), processes, deadline)
+        driver = ControlDriver(request, concurrency(connection), processes, deadline, tell)
+
+        def leave(ended: str | None) -> dict[str, Any]:
+            found = summarise(driver.records) | facts | {"lost": driver.lost, "ended_early": ended}
+            _write(folder, driver.records, found)
+            return found
+
         storage = Path(tempfile.mkdtemp(prefix="selfcheck-"))
         try:
-            with prefetching("selfcheck") as servers:
+            with prefetching("selfcheck") as servers, ended_by_signals(lambda name: cut(leave(name))):
                 ended = run_trials(driver, connection, logs, storage, servers)
         finally:
             shutil.rmtree(storage, ignore_errors=True)
-    with (folder / "trials.jsonl").open("w") as file:
-        file.writelines(f"{record.model_dump_json()}\n" for record in driver.records)
-    found = summarise(driver.records) | {
-        "control": config.execution.model_dump(mode="json"),
-        "parameters": config.model.parameters,
-        "bandwidth_gb_per_second": speeds,
-        "bandwidth_seconds": bandwidth_seconds,
-        "lost": driver.lost,
-        "ended_early": ended,
-    }
-    for name, values in (("measured", found), ("environment", collect_environment())):
-        (folder / f"{name}.json").write_text(json.dumps(values, indent=1) + "\n")
+    found = leave(ended)
     if not found["devices"]:
         reasons = {record.reason for record in driver.records}
         raise NoResultError(f"no process of the control was measured: {'; '.join(map(str, reasons)) or 'too late'}")
     return found
+
+
+def _write(folder: Path, records: Sequence[TrialRecord], found: Mapping[str, Any]) -> None:
+    with (folder / "trials.jsonl").open("w") as file:
+        file.writelines(f"{record.model_dump_json()}\n" for record in records)
+    for name, values in (("measured", found), ("environment", collect_environment())):
+        (folder / f"{name}.json").write_text(json.dumps(values, indent=1) + "\n")
 
 
 def control_request(config: Config, protocol: Protocol, cache: TokenCache, device_kind: str) -> dict[str, Any]:
