@@ -1,5 +1,6 @@
 """The environment's probes: each stands alone, none raises, and no secret gets into a record."""
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -55,6 +56,30 @@ def test_the_environment_is_json_and_names_what_matters() -> None:
     assert found["cpu"]["model"]
     assert 1 <= found["cpu"]["usable_cores"] <= len(found["cpu"]["affinity"]) <= found["cpu"]["cores"]
     assert found["cpu"]["memory_bytes"] > 2**28
+
+
+def test_cudnn_is_known_by_its_packages_name_and_no_other_package_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search would open a file of each of hundreds, on a file system that may be slow."""
+    for name, version in (("nvidia_cudnn_cu12", "9.10.2.21"), ("other", "1.0")):
+        folder = tmp_path / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(environment, "cuda_version", lambda: "12.8")
+    read: list[str] = []
+    text = importlib.metadata.PathDistribution.read_text
+    monkeypatch.setattr(
+        importlib.metadata.PathDistribution,
+        "read_text",
+        lambda self, name: read.append(str(self._path)) or text(self, name),  # type: ignore[attr-defined,func-returns-value]
+    )
+    assert environment._cudnn_version() == "9.10.2.21"
+    assert {Path(path).name for path in read} == {"nvidia_cudnn_cu12-9.10.2.21.dist-info"}
+    monkeypatch.setattr(environment, "cuda_version", lambda: None)
+    assert environment._cudnn_version() is None
 
 
 def test_collecting_imports_no_torch() -> None:

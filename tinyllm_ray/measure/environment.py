@@ -183,9 +183,10 @@ def _cudnn_version() -> str | None:
     if torch is not None and torch.backends.cudnn.is_available():
         number = torch.backends.cudnn.version()
         return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-    for package in importlib.metadata.distributions():
-        if re.fullmatch(r"nvidia[-_]cudnn[-_]cu\d+", package.name or ""):
-            return package.version
+    # By its name: a search would open a file of every package, 140 of them, on a file system that may be slow.
+    major = (cuda_version() or "").partition(".")[0]
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(f"nvidia-cudnn-cu{major}")
     return None
 
 
