@@ -1,5 +1,6 @@
 """Packs: what goes in comes out, what is damaged or does not fit leaves nothing, and nothing is made twice."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -11,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from tinyllm_ray.cluster import stage_pack
+from tinyllm_ray.cluster.stage_contents import with_bytecode
 from tinyllm_ray.cluster.stage_pack import (
     MANIFEST,
     DamagedError,
     entries,
+    forget_damaged,
     key_of,
     make_pack,
     newest,
@@ -223,3 +226,55 @@ def test_an_empty_pack_is_one(tmp_path: Path) -> None:
     assert unpack(pack, tmp_path / "out")["bytes"] == 0
     assert json.loads((pack / MANIFEST).read_text())["parts"] == []
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_pack_that_a_purge_has_left_parts_of_is_made_again(tree: Path, tmp_path: Path) -> None:
+    """Sites remove old files of a scratch file system one by one."""
+    for purged in ("part-1.tar", MANIFEST):
+        pack = packed(tree, tmp_path / "packs")
+        (pack / purged).unlink()
+        assert newest(tmp_path / "packs", "environment") is None
+        assert packed(tree, tmp_path / "packs") == pack
+        read_manifest(pack)
+        assert newest(tmp_path / "packs", "environment") == pack
+        assert [path.name for path in (tmp_path / "packs").iterdir()] == [pack.name], "nothing of the old one is left"
+
+
+def test_a_pack_that_was_found_damaged_is_made_again_by_the_next_job(tree: Path, tmp_path: Path) -> None:
+    pack = packed(tree, tmp_path / "packs")
+    flip(pack / "part-0.tar", 700)
+    forget_damaged(pack)
+    assert (pack / "part-1.tar").exists(), "who unpacks it now is not disturbed"
+    unpack(packed(tree, tmp_path / "packs"), tmp_path / "out")
+
+
+def test_what_a_killed_job_was_packing_goes_after_a_week(tree: Path, tmp_path: Path) -> None:
+    packs = tmp_path / "packs"
+    old, new = packs / ".environment-1.0123456789abcdef", packs / ".environment-2.0123456789abcdef"
+    for left in (old, new):
+        left.mkdir(parents=True)
+    week_old = time.time() - 8 * 24 * 3600
+    os.utime(old, (week_old, week_old))
+    packed(tree, packs)
+    assert not old.exists()
+    assert new.exists(), "another job may be at it"
+
+
+def test_modules_without_bytecode_get_some_that_holds_where_they_are_unpacked(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    (tree / "folder" / "__pycache__").mkdir(parents=True)
+    for name, text in {"one": "VALUE = 1", "has": "VALUE = 2", "template": "{% not python %}"}.items():
+        (tree / "folder" / f"{name}.py").write_text(text)
+    cached = Path(importlib.util.cache_from_source(str(tree / "folder" / "has.py")))
+    cached.write_bytes(b"its own")
+    files = entries(tree)
+    pack = make_pack(tmp_path / "packs", "environment", key_of(files), with_bytecode(files))
+    unpack(pack, tmp_path / "out")
+    out = tmp_path / "out" / "folder"
+    assert Path(importlib.util.cache_from_source(str(out / "has.py"))).read_bytes() == b"its own"
+    assert not Path(importlib.util.cache_from_source(str(out / "template.py"))).exists()
+    (out / "has.py").unlink()
+    command = [sys.executable, "-v", "-B", "-c", "import one; print(one.VALUE, one.__file__)"]
+    done = subprocess.run(command, cwd=out, capture_output=True, text=True, check=True)
+    assert done.stdout == f"1 {out / 'one.py'}\n"
+    assert f"{importlib.util.cache_from_source(str(out / 'one.py'))} matches {out / 'one.py'}" in done.stderr

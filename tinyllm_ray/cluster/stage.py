@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyllm_ray.cluster.node import claim, job_folder
-from tinyllm_ray.cluster.stage_pack import DamagedError, unpack
+from tinyllm_ray.cluster.stage_pack import DamagedError, forget_damaged, unpack
 from tinyllm_ray.cluster.stage_place import COMPILED, ENVIRONMENT, NAME, RECORD, stage_folder
 from tinyllm_ray.command import Parser, exit_status
 from tinyllm_ray.errors import EXIT_DONE
@@ -106,7 +106,10 @@ def unpack_here(packs: dict[str, str], job: int, scratch: str) -> dict[str, Any]
         try:
             said["bytes"] += _place(name, Path(pack), folder)["bytes"]
             done.append(name)
-        except (OSError, DamagedError) as error:
+        except DamagedError as error:
+            forget_damaged(Path(pack))
+            said["problems"][name] = str(error)
+        except OSError as error:
             said["problems"][name] = str(error)
     (folder / COMPILED).mkdir(mode=0o700, parents=True, exist_ok=True)  # for what this job compiles
     done = [*dict.fromkeys([*done, COMPILED])]

@@ -6,7 +6,8 @@ import platform
 import site
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib.util import cache_from_source
 from pathlib import Path
 
 from tinyllm_ray.cluster.stage_pack import Entry, entries, key_of, make_pack, newest
@@ -54,7 +55,15 @@ def pack_environment(packs: Path) -> Path | str:
         return "this Python has no packages of its own"
     ordered = [files[name] for name in sorted(files)]
     key = key_of(ordered, platform.python_version(), sys.base_prefix)
-    return make_pack(packs, ENVIRONMENT, key, ordered, python=platform.python_version())
+    return make_pack(packs, ENVIRONMENT, key, with_bytecode(ordered), python=platform.python_version())
+
+
+def with_bytecode(files: Sequence[Entry]) -> list[Entry]:
+    """The files, and an entry to compile for every module of this interpreter's whose bytecode is not among them."""
+    known = {entry.name for entry in files}
+    modules = (entry for entry in files if entry.name.endswith(".py") and not entry.is_link)
+    lacking = [replace(entry, name=cache_from_source(entry.name), to_compile=True) for entry in modules]
+    return sorted([*files, *(entry for entry in lacking if entry.name not in known)], key=lambda entry: entry.name)
 
 
 def package_folders() -> list[Path]:

@@ -8,23 +8,25 @@ at all. Standard library only: a node unpacks before anything else can be import
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import secrets
 import shutil
 import tarfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from tinyllm_ray.cluster.stage_bytecode import compiled
 from tinyllm_ray.errors import TinyllmRayError
 
 MANIFEST = "manifest.json"
-_FORMAT = 1
+_FORMAT = 2
 _PARTS = 8
 _FILE_COST_BYTES = 64 * 1024
 """What a file costs beside its bytes: 50,000 files of 3 GB unpack about as fast as 6 GB in large ones."""
@@ -49,6 +51,8 @@ class Entry:
     modified_ns: int
     is_link: bool
     """A link to a folder, which stays one; a link to a file becomes the file."""
+    to_compile: bool = False
+    """Whether `name` is to be the bytecode of the module at `path`."""
 
 
 def entries(root: Path, prefix: str = "", leave_out: Callable[[str], bool] = lambda name: False) -> list[Entry]:
@@ -90,7 +94,7 @@ def make_pack(packs: Path, name: str, key: str, files: Sequence[Entry], **facts:
     the folder has no room.
     """
     target = packs / f"{name}-{key}"
-    if (target / MANIFEST).is_file():
+    if _is_whole(target):
         with contextlib.suppress(OSError):
             os.utime(target / MANIFEST)  # it is in use
         return target
@@ -113,6 +117,8 @@ def make_pack(packs: Path, name: str, key: str, files: Sequence[Entry], **facts:
             **facts,
         }
         (making / MANIFEST).write_text(json.dumps(manifest))
+        if not _is_whole(target):  # what a site's purge of old files has left of it
+            _remove(target)
         with contextlib.suppress(OSError):  # another job was faster
             making.rename(target)
     finally:
@@ -160,9 +166,32 @@ def read_manifest(pack: Path) -> dict[str, Any]:
 
 
 def newest(packs: Path, name: str) -> Path | None:
-    """The pack of that name that was made or used last; None where there is none."""
+    """The pack of that name that was made or used last, and is whole; None where there is none."""
     found = [(path.stat().st_mtime, path.parent) for path in packs.glob(f"{name}-*/{MANIFEST}")]
-    return max(found)[1] if found else None
+    return next((pack for _, pack in sorted(found, reverse=True) if _is_whole(pack)), None)
+
+
+def forget_damaged(pack: Path) -> None:
+    """Have the next job make a pack anew, whose content is not what it was; who reads it now goes on reading."""
+    with contextlib.suppress(OSError):
+        (pack / MANIFEST).unlink()
+
+
+def _is_whole(pack: Path) -> bool:
+    """Whether all parts are there, in their sizes."""
+    try:
+        read_manifest(pack)
+    except DamagedError:
+        return False
+    return True
+
+
+def _remove(pack: Path) -> None:
+    """Out of the way at once, and then for good."""
+    aside = pack.with_name(f".{pack.name}.{secrets.token_hex(8)}")
+    with contextlib.suppress(OSError):
+        pack.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _split(files: Sequence[Entry], most: int) -> list[list[Entry]]:
@@ -209,10 +238,21 @@ def _write_part(job: tuple[Path, Sequence[Entry]]) -> dict[str, Any]:
             for entry in files:
                 tar.dereference = not entry.is_link
                 with contextlib.suppress(FileNotFoundError):
-                    tar.add(entry.path, entry.name, recursive=False)
+                    if entry.to_compile:
+                        _add_bytecode(tar, entry)
+                    else:
+                        tar.add(entry.path, entry.name, recursive=False)
         file.flush()
         os.fsync(file.fileno())
     return {"file": path.name, "bytes": hashed.bytes, "sha256": hashed.digest.hexdigest()}
+
+
+def _add_bytecode(tar: tarfile.TarFile, entry: Entry) -> None:
+    data = compiled(entry.path)
+    if data is not None:
+        member = tarfile.TarInfo(entry.name)
+        member.size, member.mtime, member.mode = len(data), entry.modified_ns / 1e9, 0o644
+        tar.addfile(member, io.BytesIO(data))
 
 
 def _read_part(job: tuple[Path, dict[str, Any], Path]) -> str | None:
@@ -236,11 +276,9 @@ def _read_part(job: tuple[Path, dict[str, Any], Path]) -> str | None:
 
 
 def _forget_old(packs: Path, name: str, keep: Path) -> None:
-    for manifest in _others(packs, name, keep):
+    """Packs that no job uses, and what killed jobs have left of theirs."""
+    used = {pack: pack / MANIFEST for pack in packs.glob(f"{name}-*") if pack != keep}
+    for pack, seen in {**used, **{left: left for left in packs.glob(f".{name}-*")}}.items():
         with contextlib.suppress(OSError):
-            if time.time() - manifest.stat().st_mtime > _KEPT_SECONDS:
-                shutil.rmtree(manifest.parent, ignore_errors=True)
-
-
-def _others(packs: Path, name: str, keep: Path) -> Iterator[Path]:
-    return (manifest for manifest in packs.glob(f"{name}-*/{MANIFEST}") if manifest.parent != keep)
+            if time.time() - (seen if seen.exists() else pack).stat().st_mtime > _KEPT_SECONDS:
+                shutil.rmtree(pack, ignore_errors=True)
