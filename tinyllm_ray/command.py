@@ -4,6 +4,7 @@ Standard library only: the supervisor's command line imports this module.
 """
 
 import argparse
+import contextlib
 import errno
 import os
 import re
@@ -78,6 +79,12 @@ def say(line: str, stream: TextIO | None = None) -> None:
         print(line, file=stream, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # the interpreter flushes again when it ends
+
+
+def note(line: str, stream: TextIO | None = None) -> None:
+    """A line for the log of work that goes on without it, where it cannot be written: a full disk, a folder away."""
+    with contextlib.suppress(OSError):
+        say(line, stream)
 
 
 def exit_status(command: Callable[[], int]) -> int:

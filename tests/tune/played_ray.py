@@ -152,7 +152,7 @@ def play_ray(run_trials: Callable[..., None] = run_trials) -> None:
     ):  # they import Ray, which a session forked from here need not do again
         importlib.import_module(f"tinyllm_ray.cluster.{name}")
     for name, parts in {
-        "connect": {"connect": connect, "refuse_mixture": lambda connection: None},
+        "connect": {"connect": connect},
         "trials": {
             "run_trials": run_trials,
             "concurrency": lambda connection: 1,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tinyllm_ray.allocation import seconds_within_allocation
 from tinyllm_ray.clock import Deadline, parse_duration
-from tinyllm_ray.command import Parser, exit_status, run_command, say
+from tinyllm_ray.command import Parser, exit_status, note, run_command
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.tune.budget import seconds_left
 from tinyllm_ray.tune.channel import STUDY_COMMAND
@@ -91,7 +91,7 @@ def _supervise(options: argparse.Namespace, arguments: list[str]) -> int:
         for folder in study_folders(out, preset_list(options.presets)):
             bring_up_to_date(folder, deadline)
     if outcome.journal and (line := going_on(arguments, out, outcome.exit_status, whole.remaining())):
-        say(line, sys.stderr)
+        note(line, sys.stderr)
     return outcome.exit_status
 
 

@@ -72,8 +72,11 @@ class LiveTable:
 
 
 def say(console: Console, text: str) -> None:
-    """One line, whatever the width, without control characters; a reader that is gone ends no study."""
-    with contextlib.suppress(BrokenPipeError):
+    """One line, whatever the width, without control characters.
+
+    A reader that is gone ends no study, nor does a log that cannot be written: a full disk, a folder that is away.
+    """
+    with contextlib.suppress(OSError):
         console.print(plain(text), soft_wrap=True, markup=False, highlight=False)
 
 

@@ -12,6 +12,7 @@ import threading
 import traceback
 from typing import TYPE_CHECKING, NoReturn
 
+from tinyllm_ray.command import note
 from tinyllm_ray.errors import EXIT_BUG, EXIT_NO_RESULT, TinyllmRayError
 from tinyllm_ray.tune.channel import Channel, attach
 from tinyllm_ray.tune.processes import STUDY_VARIABLE, end_processes
@@ -48,7 +49,7 @@ class Work:
             pass
         except Exception as error:  # our own fault: the traceback is for us, the verdict for the supervisor
             message = f"{type(error).__name__}: {error}"
-            traceback.print_exc()
+            note(traceback.format_exc().rstrip("\n"), sys.stderr)
         self.verdict = status, message
 
 
@@ -67,7 +68,7 @@ def main() -> int:
     interrupted = work.verdict is None
     status, message = work.verdict or _interrupt(work, received[0])
     if message is not None:
-        print(message if interrupted else f"error: {message}", file=sys.stderr, flush=True)
+        note(message if interrupted else f"error: {message}", sys.stderr)
     channel.send("done", exit_status=status, message=message)
     if interrupted:
         os._exit(status)  # the study's thread may be anywhere in Ray; the supervisor ends what Ray started

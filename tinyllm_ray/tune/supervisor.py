@@ -295,4 +295,5 @@ def _say(line: str) -> None:
     with contextlib.suppress(OSError):
         if not select.select([], [sys.stderr.fileno()], [], _SAY_SECONDS)[1]:
             return
-    print(f"tinyllm_ray: {line}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a log on a disk that is full
+        print(f"tinyllm_ray: {line}", file=sys.stderr, flush=True)
