@@ -6,6 +6,7 @@
 #   cluster/local_slurm.sh on DIR NODE COMMAND...                 run a command on a node
 #   cluster/local_slurm.sh kill DIR NODE                          a node loses its power
 #   cluster/local_slurm.sh revive DIR NODE                        and has it again
+#   cluster/local_slurm.sh away|back DIR                          slurmctld ends, and starts again
 #   cluster/local_slurm.sh stop DIR                               end everything and remove DIR
 #   cluster/local_slurm.sh check                                  say why this machine cannot, where it cannot
 #
@@ -164,6 +165,20 @@ start_node() { # NODE
   echo $! >"$DIR/run/node-$1.pid"
 }
 
+start_controller() {
+  setsid nsenter --net="/run/netns/$(cat "$DIR/name")-login" slurmctld -D -i -f "$DIR/etc/slurm.conf" \
+    </dev/null &>>"$DIR/log/slurmctld.out" &
+  echo $! >"$DIR/run/slurmctld.pid"
+  until_true 20 login scontrol ping || fail "slurmctld does not answer; see $DIR/log"
+}
+
+stop_controller() {
+  local process
+  process=$(cat "$DIR/run/slurmctld.pid")
+  kill "$process"
+  while kill -0 "$process" 2>/dev/null; do sleep 0.1; done
+}
+
 start() { # NODES CPUS GPUS SHARED...
   local node nodes=$1
   [ "$(id -u)" = 0 ] || fail "network namespaces need root"
@@ -179,10 +194,7 @@ start() { # NODES CPUS GPUS SHARED...
   until_true 10 munge -S "$DIR/munge/socket" -n || fail "munged does not answer; see $DIR/log"
   make_networks "$nodes"
   [ "${ACCOUNTING:-}" != full ] || start_accounting
-  setsid nsenter --net="/run/netns/$(cat "$DIR/name")-login" slurmctld -D -i -f "$DIR/etc/slurm.conf" \
-    </dev/null &>"$DIR/log/slurmctld.out" &
-  echo $! >"$DIR/run/slurmctld.pid"
-  until_true 20 login scontrol ping || fail "slurmctld does not answer; see $DIR/log"
+  start_controller
   for ((node = 1; node <= nodes; node++)); do start_node "n$node"; done
   all_idle() { [ "$(login sinfo -h -N -p main -t idle -o %N | wc -l)" = "$nodes" ]; }
   until_true 20 all_idle || fail "not every node came up; see $DIR/log"
@@ -223,7 +235,7 @@ check() {
 }
 
 if [ "${1:-}" = check ]; then check; exit; fi
-[ $# -ge 2 ] || { sed -n '2,15p' "$0" >&2; exit 2; }
+[ $# -ge 2 ] || { sed -n '2,17p' "$0" >&2; exit 2; }
 command=$1
 if [ "$command" = start ]; then mkdir -p "$2"; else [ -e "$2/name" ] || fail "no Slurm was started in $2"; fi
 DIR=$(readlink -f "$2")
@@ -235,6 +247,8 @@ case $command in
   on) on_node "$@" ;;
   kill) end_tree "$(cat "$DIR/run/node-$1.pid")" ;;
   revive) start_node "$1" ;;
+  away) stop_controller ;;
+  back) start_controller ;;
   stop) stop ;;
-  *) fail "$command is none of start, login, on, kill, revive and stop" ;;
+  *) fail "$command is none of start, login, on, kill, revive, away, back and stop" ;;
 esac

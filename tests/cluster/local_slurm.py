@@ -116,6 +116,10 @@ class LocalSlurm:
         """Names in a node's own /tmp."""
         return sorted(path.name for path in (self.folder / "node" / node / "tmp").iterdir())
 
+    def controller(self, what: str) -> None:
+        """Have slurmctld go `away`, or come `back`."""
+        subprocess.run([SCRIPT, what, self.folder], check=True)
+
     def kill(self, node: str) -> None:
         subprocess.run([SCRIPT, "kill", self.folder, node], check=True)
 

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from tinyllm_ray.cluster.jobs import (
+    AWAY_SECONDS,
     Job,
+    ask_patiently,
     ask_slurm,
     await_log,
     cluster_record,
@@ -119,3 +121,41 @@ def test_an_arrays_number_is_its_last_tasks_and_of_the_others_nothing_is_read() 
     assert (task.state, task.nodes, task.log) == ("RUNNING", "n1", Path("/w/tinyllm-5.log"))
     assert (task.task, parse_job(4, text).task) == ("4_1", None), "the array's own number ends all of it"
     assert of_job(7, "JobState=RUNNING") == "JobState=RUNNING"
+
+
+class Away:
+    """A Slurm that does not answer the first few times, and a clock that its waits advance."""
+
+    def __init__(self, times: int, words: str = "Unable to contact slurm controller (connect failure)") -> None:
+        self.times, self.words, self.now = times, words, 0.0
+
+    def ask(self, *command: str) -> str:
+        self.now += 18.0  # as long as squeue tries by itself
+        if self.times:
+            self.times -= 1
+            raise ConfigError(f"squeue: {self.words}")
+        return " ".join(command)
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    def patiently(self, stop: bool = False) -> str:
+        return ask_patiently("squeue", stop=lambda: stop, ask=self.ask, clock=lambda: self.now, sleep=self.wait)
+
+
+def test_a_slurmctld_that_restarts_is_waited_for() -> None:
+    assert Away(3).patiently() == "squeue"
+    gone = Away(1000)
+    with pytest.raises(ConfigError, match="Unable to contact slurm controller"):
+        gone.patiently()
+    assert AWAY_SECONDS <= gone.now < AWAY_SECONDS + 60
+
+
+def test_a_refusal_or_a_signal_is_not_waited_out() -> None:
+    refused = Away(1, "Invalid job id specified")
+    with pytest.raises(ConfigError, match="Invalid job id"):
+        refused.patiently()
+    ended = Away(1)
+    with pytest.raises(ConfigError):
+        ended.patiently(stop=True)
+    assert refused.now == ended.now == 18.0

@@ -64,6 +64,26 @@ def test_a_step_that_ends_is_missing_with_sruns_own_words(tmp_path: Path, monkey
         gather(made, ["n1"], 1, Deadline.after(60), [])
 
 
+def test_a_step_that_nobody_at_slurm_answers_is_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 22.05 complains while slurmctld restarts."""
+    unanswered = (
+        "srun: error: Unable to confirm allocation for job 3: Unable to contact slurm controller (connect failure)"
+    )
+    (tmp_path / "srun").write_text(
+        "#!/bin/sh\nread secret\n"
+        f"if [ ! -e {tmp_path}/once ]; then touch {tmp_path}/once; echo '{unanswered}' >&2; exit 1; fi\n"
+        'echo \'{"event": "ready", "address": "here:1"}\'\nread end\n'
+    )
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    made = Steps(tmp_path, "secret", ["true"])
+    made.start(Node(job=1, name="n1", head=None, cpus=1, gpus=0, memory_mib=0))
+    gather(made, ["n1"], 1, Deadline.after(60), [])
+    assert made.ready["n1"]["address"] == "here:1"
+    assert made.ended == {}
+    made.end(["n1"], 10.0)
+
+
 def test_what_runs_is_a_command_of_the_package_or_a_file() -> None:
     assert program(["tune", "--budget", "45m"]) == ["-m", "tinyllm_ray.tune", "--budget", "45m"]
     assert program(["--", "train", "evaluate", "--"]) == ["-m", "tinyllm_ray.train", "evaluate", "--"]

@@ -16,7 +16,7 @@ from tinyllm_ray.cluster.descendants import die_with_parent, end_descendants
 from tinyllm_ray.cluster.hand_back import HAND_BACK_VARIABLE, HandBack
 from tinyllm_ray.cluster.node import ray_environment
 from tinyllm_ray.cluster.steps import Steps, describe
-from tinyllm_ray.command import say
+from tinyllm_ray.command import note
 from tinyllm_ray.errors import EXIT_BUG
 
 GRACE_SECONDS = {signal.SIGUSR1: 45.0, signal.SIGTERM: 20.0, signal.SIGINT: 20.0, signal.SIGHUP: 20.0}
@@ -71,7 +71,7 @@ def run(
         lost |= {*spare.look(steps)}
         for node in set(steps.ended) - lost:
             lost.add(node)
-            say(f"cluster: lost {describe(steps, [node])}", sys.stderr)
+            note(f"cluster: lost {describe(steps, [node])}", sys.stderr)
         news = [signal.Signals(number) for number in received[heard:]]
         grace = min(GRACE_SECONDS[number] for number in news) if news and not warned.is_early(news) else None
         if grace is None and head in lost and kill_at is None:
@@ -86,9 +86,9 @@ def run(
             process.wait()
     left = end_descendants(patience_seconds=1.0, limit_seconds=5.0, keep=steps.processes)
     if left:
-        say(f"cluster: not ended by the kernel yet: {', '.join(left)}", sys.stderr)
+        note(f"cluster: not ended by the kernel yet: {', '.join(left)}", sys.stderr)
     if process.returncode < 0 and not received:
-        say(f"cluster: the command was ended by {signal.Signals(-process.returncode).name}", sys.stderr)
+        note(f"cluster: the command was ended by {signal.Signals(-process.returncode).name}", sys.stderr)
     if head in lost and not received:
         return EXIT_BUG  # whatever the command made of being told to end
     return process.returncode if process.returncode >= 0 else 128 - process.returncode

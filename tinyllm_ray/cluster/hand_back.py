@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tinyllm_ray.cluster.jobs import ask_slurm
 from tinyllm_ray.cluster.steps import Steps
-from tinyllm_ray.command import say
+from tinyllm_ray.command import note
 from tinyllm_ray.errors import ConfigError
 
 HAND_BACK_VARIABLE = "TINYLLM_RAY_HAND_BACK"
@@ -51,14 +51,14 @@ class HandBack:
             kept = [node for node in steps.ready if node not in nodes]
             steps.end(nodes, _END_SECONDS)
             self._shrink(kept)
-            say(f"cluster: handed back {', '.join(nodes)}, which the study has no more use for")
+            note(f"cluster: handed back {', '.join(nodes)}, which the study has no more use for")
         return nodes
 
     def _shrink(self, kept: list[str]) -> None:
         try:
             self._ask("scontrol", "update", f"JobId={self._name}", f"NodeList={','.join(kept)}")
         except ConfigError as error:
-            say(f"cluster: Slurm keeps the nodes in the job: {error}", sys.stderr)
-        for script in Path().glob(f"slurm_job_{self._job}_resize.*sh"):  # scontrol leaves them for a user's shell
-            with contextlib.suppress(OSError):
+            note(f"cluster: Slurm keeps the nodes in the job: {error}", sys.stderr)
+        with contextlib.suppress(OSError):  # a folder that is away
+            for script in Path().glob(f"slurm_job_{self._job}_resize.*sh"):  # scontrol leaves them for a user's shell
                 script.unlink()

@@ -7,13 +7,16 @@ import json
 import os
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tinyllm_ray.clock import Clock
 from tinyllm_ray.cluster.nodes import job_field
+from tinyllm_ray.command import note
 from tinyllm_ray.errors import ConfigError
 
 ASK_SECONDS = 60.0
@@ -25,6 +28,9 @@ RECORD = "cluster.json"
 QUEUE_FORMAT = "%i|%T|%L|%R|%j"
 
 _ACTIVE = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "RESIZING"}
+AWAY_SECONDS = 300.0
+"""slurmctld is away for minutes where it restarts or another host takes over; its commands give up after 9 to 18 s."""
+_AWAY = re.compile(r"Unable to contact slurm controller|Socket timed out|did not answer within")
 _USERS_VIEW = ("SQUEUE_", "SACCT_", "SCONTROL_")
 _PREFIX = re.compile(r"^(?:sbatch|squeue|scontrol|scancel|sacct|slurm_\w+)(?:: error:| error:|:)\s*")
 _NUMBER = re.compile(r"(\d{1,10})(?:;\S*)?\s*", re.ASCII)
@@ -71,6 +77,30 @@ def ask_slurm(*command: str, text: str = "") -> str:
     if done.returncode:
         raise ConfigError(f"{command[0]}: {refusal(done.stderr) or f'exit status {done.returncode}'}")
     return done.stdout
+
+
+def is_away(words: str) -> bool:
+    """Whether a command of Slurm complains that nobody answers, which may be over in a minute."""
+    return bool(_AWAY.search(words))
+
+
+def ask_patiently(
+    *command: str,
+    stop: Callable[[], bool] = lambda: False,
+    ask: Callable[..., str] = ask_slurm,
+    clock: Clock = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> str:
+    """As `ask_slurm`, and again for AWAY_SECONDS while slurmctld is away, unless it is to `stop`."""
+    end = clock() + AWAY_SECONDS
+    while True:
+        try:
+            return ask(*command)
+        except ConfigError as error:
+            if not is_away(str(error)) or stop() or clock() >= end:
+                raise
+            note(f"cluster: {error}; asking again", sys.stderr)
+        sleep(_LOOK_SECONDS)
 
 
 def _asking(environment: Mapping[str, str]) -> dict[str, str]:

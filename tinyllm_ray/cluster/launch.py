@@ -8,6 +8,7 @@ only: Ray and torch are for the processes that need them.
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import secrets
@@ -15,14 +16,14 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tinyllm_ray.clock import Deadline, parse_duration, parse_slurm_time
 from tinyllm_ray.cluster.descendants import adopt_orphans
 from tinyllm_ray.cluster.driver import GRACE_SECONDS, driver_environment, run
 from tinyllm_ray.cluster.hand_back import HandBack
-from tinyllm_ray.cluster.jobs import RECORD, ask_slurm, log_folder, own_name
+from tinyllm_ray.cluster.jobs import RECORD, ask_patiently, log_folder, own_name
 from tinyllm_ray.cluster.node import Node
 from tinyllm_ray.cluster.nodes import Share, job_field, parse_shares
 from tinyllm_ray.cluster.numa_memory import bind_host_memory
@@ -38,9 +39,11 @@ from tinyllm_ray.cluster.returns import (
 )
 from tinyllm_ray.cluster.stage_job import Staging
 from tinyllm_ray.cluster.steps import Steps, describe
-from tinyllm_ray.command import Parser, exit_status, say
+from tinyllm_ray.command import Parser, exit_status, note
 from tinyllm_ray.errors import ConfigError, NoResultError
 
+Ask = Callable[..., str]
+"""Asks one of Slurm's commands, as `jobs.ask_slurm` does."""
 PROGRAMS = ("tune", "train", "data")
 _COMMANDS = f"{', '.join(PROGRAMS)}, selfcheck or"
 START_DEADLINE = "5m"
@@ -67,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return exit_status(lambda: launch(options, received))
     except Ended:
-        say(f"cluster: ended by {signal.Signals(received[0]).name} before the command ran", sys.stderr)
+        note(f"cluster: ended by {signal.Signals(received[0]).name} before the command ran", sys.stderr)
         return 128 + received[0]
 
 
@@ -97,20 +100,21 @@ def launch(options: argparse.Namespace, received: Sequence[int]) -> int:
     Raises NoResultError where fewer nodes than wanted are there in time, and ConfigError outside of a job.
     """
     program(options.command)  # a mistake in it goes before one about the job
-    number, job = this_job(os.environ)
+    ask = functools.partial(ask_patiently, stop=lambda: bool(received))
+    number, job = this_job(os.environ, ask)
     before = runs_before(os.environ)
     words = continued(options.command, number, before) if before or may_return(job) else options.command
     if before and (status := _settled(words)) is not None:
         return status
-    status = on_cluster(options, received, number, job, words)
-    if may_return(job) and has_to_return(words, status, received, seconds_left(os.environ)):
-        say("cluster: the allocation ends before the work does; the job goes back into the queue")
+    status = on_cluster(options, received, number, job, words, ask)
+    if may_return(job) and has_to_return(words, status, received, seconds_left(os.environ, ask_patiently)):
+        note("cluster: the allocation ends before the work does; the job goes back into the queue")
         requeue(os.environ)
     return status
 
 
 def on_cluster(
-    options: argparse.Namespace, received: Sequence[int], number: int, job: str, words: Sequence[str]
+    options: argparse.Namespace, received: Sequence[int], number: int, job: str, words: Sequence[str], ask: Ask
 ) -> int:
     """The exit status of the command `words` on a cluster that begins and ends with it."""
     began, since = time.monotonic(), time.time()
@@ -130,7 +134,7 @@ def on_cluster(
         place = {"job": number, "scratch": options.scratch, "interface": options.interface}
         place["staged"] = staging.stage(words, shares, seconds)
         deadline = Deadline.after(seconds)
-        steps.start(as_node(shares[0], None, place | {"known_as": slurm_address(head)}))
+        steps.start(as_node(shares[0], None, place | {"known_as": slurm_address(head, ask)}))
         gather(steps, [head], 1, deadline, received)
         address = steps.ready[head]["address"]
         for share in shares[1:]:
@@ -143,12 +147,13 @@ def on_cluster(
         study = study_folder(words) if is_study(words) else None
         known = {"job": number, "began": since, "head": head, "study": study and str(study.absolute())}
         (logs / RECORD).write_text(json.dumps({**known, **steps.ready[head], "nodes": steps.ready}))
-        say(
+        note(
             f"cluster: {len(steps.ready)} of {len(shares)} nodes ready at {address} in {time.monotonic() - began:.1f} s"
         )
         if missing:
-            say(f"cluster: going on without {describe(steps, missing)}")
-        environment = driver_environment(os.environ, steps.ready[head], seconds_left(os.environ)) | staging.variables()
+            note(f"cluster: going on without {describe(steps, missing)}")
+        left = seconds_left(os.environ, ask)
+        environment = driver_environment(os.environ, steps.ready[head], left) | staging.variables()
         spare = HandBack(logs / HANDED_BACK, number, head, own_name(os.environ))
         status = run([*staging.driver_python, *program(words)], environment, steps, head, received, spare)
         staging.collect()
@@ -163,7 +168,7 @@ def _settled(words: Sequence[str]) -> int | None:
     folder = study_folder(words) if is_study(words) else None
     status = settled_status(folder) if folder is not None else None
     if status is not None:
-        say(f"cluster: the study in {folder} has ended, or used up its budget; its report stands")
+        note(f"cluster: the study in {folder} has ended, or used up its budget; its report stands")
     return status
 
 
@@ -189,33 +194,35 @@ def program(words: Sequence[str]) -> list[str]:
     )
 
 
-def this_job(environment: Mapping[str, str]) -> tuple[int, str]:
+def this_job(environment: Mapping[str, str], ask: Ask) -> tuple[int, str]:
     """This job's number and what Slurm says of it. Raises ConfigError outside of one."""
     number = environment.get("SLURM_JOB_ID", "")
     if not number.isdecimal():
         raise ConfigError(
             "this is no Slurm job (SLURM_JOB_ID is not set); see python -m tinyllm_ray.cluster submit --help"
         )
-    return int(number), ask_slurm("scontrol", "show", "job", "--details", "--oneliner", own_name(environment))
+    return int(number), ask("scontrol", "show", "job", "--details", "--oneliner", own_name(environment))
 
 
 def as_node(share: Share, head: str | None, place: Mapping[str, Any]) -> Node:
     return Node(name=share.node, head=head, cpus=share.cpus, gpus=share.gpus, memory_mib=share.memory_mib, **place)
 
 
-def slurm_address(node: str) -> str | None:
+def slurm_address(node: str, ask: Ask) -> str | None:
     """The address by which Slurm itself reaches a node; a host's own name may lead to a loopback address there."""
-    return job_field(ask_slurm("scontrol", "show", "node", "--oneliner", node), "NodeAddr")
+    return job_field(ask("scontrol", "show", "node", "--oneliner", node), "NodeAddr")
 
 
 def gather(steps: Steps, nodes: Sequence[str], wanted: int, deadline: Deadline, received: Sequence[int]) -> None:
-    """Wait until every one of `nodes` is ready or has failed.
+    """Wait until every one of `nodes` is ready or has failed; a step that Slurm did not answer is begun again.
 
     Raises NoResultError naming the missing ones where `wanted` cannot be reached, or is not by the deadline; Ended
     after a signal.
     """
     while True:
         ready = [node for node in nodes if node in steps.ready]
+        if deadline.remaining() > 0:
+            steps.start_unanswered(nodes)
         failed = [node for node in nodes if node in steps.ended]
         if len(ready) + len(failed) == len(nodes) and len(ready) >= wanted:
             return
@@ -230,9 +237,9 @@ def gather(steps: Steps, nodes: Sequence[str], wanted: int, deadline: Deadline, 
         steps.hear(_TICK_SECONDS)
 
 
-def seconds_left(environment: Mapping[str, str]) -> float | None:
+def seconds_left(environment: Mapping[str, str], ask: Ask) -> float | None:
     """What Slurm leaves this job; None without a limit."""
-    text = ask_slurm("squeue", "--noheader", f"--jobs={own_name(environment)}", "--format=%L").strip()
+    text = ask("squeue", "--noheader", f"--jobs={own_name(environment)}", "--format=%L").strip()
     with contextlib.suppress(ConfigError):
         return parse_slurm_time(text)
     return None  # NOT_SET, INVALID

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from tinyllm_ray.allocation import margin_seconds
-from tinyllm_ray.cluster.jobs import ask_slurm, own_name
+from tinyllm_ray.cluster.jobs import ask_patiently, own_name
 from tinyllm_ray.cluster.nodes import job_field
-from tinyllm_ray.command import say
+from tinyllm_ray.command import note
 from tinyllm_ray.errors import EXIT_DONE, EXIT_NO_RESULT, EXIT_SIGTERM, ConfigError
 from tinyllm_ray.summary import find_summary
 
@@ -107,9 +107,9 @@ def has_to_return(words: Sequence[str], status: int, received: Sequence[int], le
 def requeue(environment: Mapping[str, str]) -> None:
     """Have Slurm run this job again; says so where Slurm refuses."""
     try:
-        ask_slurm("scontrol", "requeue", own_name(environment))
+        ask_patiently("scontrol", "requeue", own_name(environment))
     except ConfigError as error:
-        say(f"cluster: Slurm does not take the job back ({error}); submit it again, with --resume", sys.stderr)
+        note(f"cluster: Slurm does not take the job back ({error}); submit it again, with --resume", sys.stderr)
 
 
 def _is_unfinished(summary: Mapping[str, Any]) -> bool:

@@ -18,7 +18,7 @@ from tinyllm_ray.cluster.node import job_folder
 from tinyllm_ray.cluster.nodes import Share
 from tinyllm_ray.cluster.stage_place import COMPILED, stage_folder, staged_python, staged_variables
 from tinyllm_ray.cluster.steps import step_environment
-from tinyllm_ray.command import say
+from tinyllm_ray.command import note
 
 PACK_SECONDS = 900.0
 """For packs to be made, which happens once: some GB in ten thousands of files, from a shared file system."""
@@ -54,11 +54,11 @@ class Staging:
         without = ["--without-environment"] if self.in_container else []
         made = self._run(["pack", *self._packs(), *without, "--", *command], PACK_SECONDS)
         if not made or not made[0]["packs"]:
-            say("stage: there is nothing to unpack; all is read where it lies", sys.stderr)
+            note("stage: there is nothing to unpack; all is read where it lies", sys.stderr)
             return False
-        for note in made[0]["notes"]:
-            say(f"stage: {note}")
-        say(f"stage: packs of {', '.join(made[0]['packs'])} are there after {made[0]['seconds']:.1f} s")
+        for line in made[0]["notes"]:
+            note(f"stage: {line}")
+        note(f"stage: packs of {', '.join(made[0]['packs'])} are there after {made[0]['seconds']:.1f} s")
         told = json.dumps({"packs": made[0]["packs"], "job": self.job, "scratch": self.scratch})
         began = time.monotonic()
         answers = self._run(["unpack", told], seconds, unpack_step(shares))
@@ -87,12 +87,12 @@ class Staging:
     def _report(self, answers: Sequence[Mapping[str, Any]], nodes: Sequence[str], seconds: float) -> None:
         for answer in answers:
             for name, problem in answer["problems"].items():
-                say(f"stage: {answer['node']} reads the shared {name}: {problem}", sys.stderr)
+                note(f"stage: {answer['node']} reads the shared {name}: {problem}", sys.stderr)
         if missing := sorted(set(nodes) - {answer["node"] for answer in answers}):
-            say(f"stage: {', '.join(missing)} did not answer and read what is shared", sys.stderr)
+            note(f"stage: {', '.join(missing)} did not answer and read what is shared", sys.stderr)
         if answers:
             gib = max(answer["bytes"] for answer in answers) / 2**30
-            say(f"stage: {gib:.2f} GiB on {len(answers)} of {len(nodes)} nodes in {seconds:.1f} s")
+            note(f"stage: {gib:.2f} GiB on {len(answers)} of {len(nodes)} nodes in {seconds:.1f} s")
 
     def _run(self, words: Sequence[str], seconds: float, step: Sequence[str] = ()) -> list[dict[str, Any]]:
         """The JSON lines that the staging program prints; all else goes to the job's log."""
@@ -107,7 +107,7 @@ class Staging:
                 break
             if self.received or time.monotonic() > end:
                 output = _end(process)
-                say(f"stage: {words[0]} is given up after {seconds:.0f} s", sys.stderr)
+                note(f"stage: {words[0]} is given up after {seconds:.0f} s", sys.stderr)
                 break
         return [answer for line in output.splitlines() if (answer := _answer(line))]
 

@@ -15,7 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tinyllm_ray.cluster.jobs import is_away
 from tinyllm_ray.cluster.node import Node
+from tinyllm_ray.command import note
 
 _ASKED_FOR_BY_THE_JOB = (
     *("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE", "SLURM_CPUS_PER_TASK", "SLURM_CPUS_PER_GPU"),
@@ -38,6 +40,7 @@ class Steps:
         self.ended: dict[str, str] = {}
         """Why, on one line, for the nodes that are not there, or no longer."""
         self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._told: dict[str, Node] = {}
         self._said: queue.Queue[Said] = queue.Queue()
         self._log_begins: dict[str, int] = {}
         """Bytes that an earlier run of the job left in a node's log."""
@@ -59,12 +62,19 @@ class Steps:
                 stderr=log,
                 start_new_session=True,  # only this process tells it to end
             )
-        self._running[node.name] = process
+        self._running[node.name], self._told[node.name] = process, node
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(self._secret.encode() + b"\n")
             process.stdin.flush()
         threading.Thread(target=self._listen, args=(node.name, process), daemon=True).start()
+
+    def start_unanswered(self, nodes: Iterable[str]) -> None:
+        """Start those steps again that ended as nobody at Slurm answered srun, which gives up after 9 s (22.05)."""
+        for node in nodes:
+            if node in self._told and is_away(self.ended.get(node, "")):
+                note(f"cluster: {node}: {self.ended.pop(node)}; again", sys.stderr)
+                self.start(self._told[node])
 
     def hear(self, seconds: float) -> None:
         """Take in what the steps say, waiting at most `seconds` for the first word."""
@@ -97,7 +107,7 @@ class Steps:
             try:
                 self._said.put((node, json.loads(line)))
             except ValueError:
-                print(f"{node}: {line.decode(errors='replace').rstrip()}", file=sys.stderr, flush=True)
+                note(f"{node}: {line.decode(errors='replace').rstrip()}", sys.stderr)
         process.wait()
         self._said.put((node, None))
 
