@@ -84,6 +84,19 @@ def test_a_step_that_nobody_at_slurm_answers_is_begun_again(tmp_path: Path, monk
     made.end(["n1"], 10.0)
 
 
+def test_a_step_whose_log_cannot_be_made_is_begun_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "srun").write_text('#!/bin/sh\nread secret\necho \'{"event": "ready"}\'\nread end\n')
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    made = Steps(tmp_path / "srun", "secret", ["true"])  # no folder
+    made.start(Node(job=1, name="n1", head=None, cpus=1, gpus=0, memory_mib=0))
+    gather(made, ["n1"], 1, Deadline.after(60), [])
+    made.end(["n1"], 10.0)
+    assert f"{tmp_path}/srun/n1.log: Not a directory; what the node says is lost" in capsys.readouterr().err
+
+
 def test_what_runs_is_a_command_of_the_package_or_a_file() -> None:
     assert program(["tune", "--budget", "45m"]) == ["-m", "tinyllm_ray.tune", "--budget", "45m"]
     assert program(["--", "train", "evaluate", "--"]) == ["-m", "tinyllm_ray.train", "evaluate", "--"]

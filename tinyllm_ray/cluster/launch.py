@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tinyllm_ray.clock import Deadline, parse_duration, parse_slurm_time
@@ -126,7 +127,8 @@ def on_cluster(
     if not 1 <= wanted <= len(shares):
         raise ConfigError(f"--min-nodes {wanted}: the job has {len(shares)} nodes; give 1 to {len(shares)}")
     logs = log_folder(job, number)
-    logs.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):  # said where a file cannot be made in it
+        logs.mkdir(parents=True, exist_ok=True)
     steps = Steps(logs, secrets.token_hex(32), [*python, "-m", "tinyllm_ray.cluster.node"])
     staging = Staging(options.stage, python, options.packs, bool(container), number, options.scratch, received)
     try:
@@ -146,7 +148,7 @@ def on_cluster(
         steps.end(missing, 0.0)
         study = study_folder(words) if is_study(words) else None
         known = {"job": number, "began": since, "head": head, "study": study and str(study.absolute())}
-        (logs / RECORD).write_text(json.dumps({**known, **steps.ready[head], "nodes": steps.ready}))
+        _record(logs / RECORD, {**known, **steps.ready[head], "nodes": steps.ready})
         note(
             f"cluster: {len(steps.ready)} of {len(shares)} nodes ready at {address} in {time.monotonic() - began:.1f} s"
         )
@@ -161,6 +163,13 @@ def on_cluster(
     finally:
         seconds = STAGED_END_SECONDS if staging.staged else STEP_END_SECONDS
         steps.end([share.node for share in shares], seconds)
+
+
+def _record(path: Path, known: Mapping[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(known))
+    except OSError as error:
+        note(f"cluster: {path}: {error.strerror}; status, dashboard and account will not know of it", sys.stderr)
 
 
 def _settled(words: Sequence[str]) -> int | None:

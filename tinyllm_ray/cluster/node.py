@@ -95,6 +95,10 @@ def main(arguments: list[str]) -> int:
     except TinyllmRayError as error:
         _say(event="failed", node=node.name, reason=str(error))
         return error.exit_status
+    except OSError as error:  # a full disk
+        where = error.filename or node.scratch
+        _say(event="failed", node=node.name, reason=f"{where}: {error.strerror}; give the site another scratch folder")
+        return EXIT_BUG
 
 
 def _start(node: Node, own: "_Folder", token: Path) -> tuple[dict[str, Any], set[int]]:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tinyllm_ray.cluster.jobs import is_away
 from tinyllm_ray.cluster.node import Node
@@ -52,7 +52,7 @@ class Steps:
 
     def start(self, node: Node) -> None:
         """Start a node's step; returns at once."""
-        with (self._logs / f"{node.name}.log").open("ab") as log:
+        with open_log(self._logs / f"{node.name}.log") as log:
             self._log_begins[node.name] = log.tell()
             process = subprocess.Popen(
                 [*step_command(node), *self._program, str(node)],
@@ -121,6 +121,15 @@ class Steps:
             self.ready[node] = dict(message)
         else:
             self.ended[node] = str(message["reason"])
+
+
+def open_log(path: Path) -> BinaryIO:
+    """A file to append to; where there can be none, nowhere: what a step says is lost, and the step is not."""
+    try:
+        return path.open("ab")
+    except OSError as error:
+        note(f"cluster: {path}: {error.strerror}; what the node says is lost", sys.stderr)
+        return Path(os.devnull).open("ab")
 
 
 def describe(steps: Steps, nodes: Sequence[str]) -> str:
