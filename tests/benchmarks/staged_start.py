@@ -22,7 +22,8 @@ from pathlib import Path
 
 from tinyllm_ray.cluster.stage import unpack_here
 from tinyllm_ray.cluster.stage_contents import pack_environment, package_folders
-from tinyllm_ray.cluster.stage_pack import entries, read_manifest
+from tinyllm_ray.cluster.stage_files import entries
+from tinyllm_ray.cluster.stage_pack import read_manifest
 from tinyllm_ray.cluster.stage_place import ENVIRONMENT
 
 JOB = 1

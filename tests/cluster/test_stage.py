@@ -17,8 +17,9 @@ from tinyllm_ray.cluster.node import Node, clear_left_behind, job_folder
 from tinyllm_ray.cluster.nodes import Share
 from tinyllm_ray.cluster.stage import unpack_here
 from tinyllm_ray.cluster.stage_contents import collect_compiled, make_packs, pack_tokens, tokens_of
+from tinyllm_ray.cluster.stage_files import entries
 from tinyllm_ray.cluster.stage_job import Staging, unpack_step
-from tinyllm_ray.cluster.stage_pack import entries, key_of, make_pack, newest, read_manifest
+from tinyllm_ray.cluster.stage_pack import key_of, make_pack, newest, read_manifest
 from tinyllm_ray.cluster.stage_place import stage_folder, staged_python, staged_variables, whole
 from tinyllm_ray.errors import ConfigError
 

@@ -13,10 +13,10 @@ import pytest
 
 from tinyllm_ray.cluster import stage_pack
 from tinyllm_ray.cluster.stage_contents import with_bytecode
+from tinyllm_ray.cluster.stage_files import entries
 from tinyllm_ray.cluster.stage_pack import (
     MANIFEST,
     DamagedError,
-    entries,
     forget_damaged,
     key_of,
     make_pack,
@@ -161,7 +161,9 @@ except OSError as error:
 """
 
 
-OUT_OF_ROOM_TO_PACK = OUT_OF_ROOM.replace("import unpack", "import entries, make_pack").replace(
+OUT_OF_ROOM_TO_PACK = OUT_OF_ROOM.replace(
+    "import unpack", "import make_pack; from tinyllm_ray.cluster.stage_files import entries"
+).replace(
     "unpack(Path(sys.argv[1]), Path(sys.argv[2]))", "make_pack(Path(sys.argv[2]), 'x', '0', entries(Path(sys.argv[1])))"
 )
 
@@ -182,6 +184,7 @@ def test_a_pack_that_cannot_be_written_leaves_nothing(tree: Path, tmp_path: Path
 def test_two_jobs_that_pack_at_once_leave_one_whole_pack(tree: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from tinyllm_ray.cluster.stage_pack import *\n"
+        "from tinyllm_ray.cluster.stage_files import entries\n"
         "files = entries(Path(sys.argv[1])); print(make_pack(Path(sys.argv[2]), 'environment', key_of(files), files))"
     )
     command = [sys.executable, "-c", code, str(tree), str(tmp_path / "packs")]
@@ -278,3 +281,18 @@ def test_modules_without_bytecode_get_some_that_holds_where_they_are_unpacked(tm
     done = subprocess.run(command, cwd=out, capture_output=True, text=True, check=True)
     assert done.stdout == f"1 {out / 'one.py'}\n"
     assert f"{importlib.util.cache_from_source(str(out / 'one.py'))} matches {out / 'one.py'}" in done.stderr
+
+
+def test_folders_of_any_number_of_files_and_depth_are_listed_whole(tmp_path: Path) -> None:
+    names = {f"many/{number}" for number in range(200)} | {f"{'deep/' * 30}{number}" for number in range(3)}
+    names |= {f"wide/{number}/file" for number in range(150)}
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    found = entries(tmp_path)
+    assert [entry.name for entry in found] == sorted(names)
+    assert all(entry.size == len(entry.name) and entry.path == tmp_path / entry.name for entry in found)
+    (tmp_path / "nothing").mkdir()
+    assert entries(tmp_path / "nothing") == []
+    with pytest.raises(FileNotFoundError):
+        entries(tmp_path / "nowhere")

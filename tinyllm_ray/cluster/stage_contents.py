@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from importlib.util import cache_from_source
 from pathlib import Path
 
-from tinyllm_ray.cluster.stage_pack import Entry, entries, key_of, make_pack, newest
+from tinyllm_ray.cluster.stage_files import Entry, entries
+from tinyllm_ray.cluster.stage_pack import key_of, make_pack, newest
 from tinyllm_ray.cluster.stage_place import COMPILED, ENVIRONMENT, TOKENS
 
 MOST_BYTES = 8 * 2**30

@@ -15,14 +15,14 @@ import secrets
 import shutil
 import tarfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from tinyllm_ray.cluster.stage_bytecode import compiled
+from tinyllm_ray.cluster.stage_files import Entry
 from tinyllm_ray.errors import TinyllmRayError
 
 MANIFEST = "manifest.json"
@@ -38,41 +38,6 @@ _BYTECODE = "__pycache__"
 
 class DamagedError(TinyllmRayError):
     """A pack does not hold what its manifest says."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One file to pack."""
-
-    path: Path
-    name: str
-    """Where it goes, relative to the place that it is unpacked to."""
-    size: int
-    modified_ns: int
-    is_link: bool
-    """A link to a folder, which stays one; a link to a file becomes the file."""
-    to_compile: bool = False
-    """Whether `name` is to be the bytecode of the module at `path`."""
-
-
-def entries(root: Path, prefix: str = "", leave_out: Callable[[str], bool] = lambda name: False) -> list[Entry]:
-    """All files below `root`, in order; names that `leave_out` takes, and what is below them, are not among them."""
-    found: list[Entry] = []
-    waiting = [(root, prefix)]
-    while waiting:
-        folder, place = waiting.pop()
-        with os.scandir(folder) as listed:
-            for item in listed:
-                name = f"{place}/{item.name}" if place else item.name
-                if leave_out(name):
-                    continue
-                if item.is_dir(follow_symlinks=False):
-                    waiting.append((Path(item.path), name))
-                    continue
-                with contextlib.suppress(OSError):  # a link into nowhere, a file that has just gone
-                    status, is_link = item.stat(), item.is_dir()
-                    found.append(Entry(Path(item.path), name, status.st_size, status.st_mtime_ns, is_link))
-    return sorted(found, key=lambda entry: entry.name)
 
 
 def key_of(files: Iterable[Entry], *facts: str) -> str:
