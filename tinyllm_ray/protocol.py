@@ -29,19 +29,28 @@ class Protocol(BaseModel):
     """Adaptive only; `least_seconds` may take more."""
     least_seconds: Number = Field(default=0.0, ge=0)
     """Adaptive only: windows go on until they last this long together, as under the load of a training."""
+    least_updates: Integer = Field(default=0, ge=0)
+    """Adaptive only: windows go on until they have so many updates together; not for a dominated one."""
 
-    def by_need(self) -> "Protocol":
-        """The same, adaptive."""
-        return self.model_copy(update={"version": "adaptive"})
+    @property
+    def counted_updates(self) -> int:
+        """Of all windows by count."""
+        return self.windows * self.updates_per_window
+
+    def by_need(self, least_updates: int) -> "Protocol":
+        """The same, adaptive, with `least_updates` where windows by count have as many."""
+        least = min(least_updates, self.counted_updates)
+        return self.model_copy(update={"version": "adaptive", "least_updates": least})
 
     def counted_seconds(self, seconds_per_update: float) -> float:
         """Seconds of its windows by count, of a candidate with such updates."""
-        return self.windows * self.updates_per_window * seconds_per_update
+        return self.counted_updates * seconds_per_update
 
     def seconds_of(self, windows: float, seconds_per_update: float) -> float:
         """Seconds of so many adaptive windows. A window ends with the update that fills it."""
         window = self.window_seconds + seconds_per_update
-        return max(windows * window, self.least_seconds + window if self.least_seconds else 0.0)
+        least = max(self.least_seconds, self.least_updates * seconds_per_update)
+        return max(windows * window, least + window if least else 0.0)
 
     def longest_seconds(self, seconds_per_update: float) -> float:
         """Seconds of windows that a candidate with such updates takes at most, for planning."""

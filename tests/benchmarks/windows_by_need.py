@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "search"))
 from noisy_device import OUTLIERS, a_record
 from verification_power import HALF_RANGES, RECORDED_SPREADS
 
+from tinyllm_ray.measure.band import CHECKED_UPDATES
 from tinyllm_ray.measure.need import Bar
 from tinyllm_ray.measure.windows import Measurement, measure
 from tinyllm_ray.protocol import Protocol
@@ -28,7 +29,7 @@ from tinyllm_ray.records import TrialRecord
 from tinyllm_ray.search.noise import NoiseOfWindows, bar_of
 from tinyllm_ray.search.pairs import CAUTIOUS_SPREAD
 
-BY_COUNT, BY_NEED = Protocol(), Protocol().by_need()
+BY_COUNT, BY_NEED = Protocol(), Protocol().by_need(CHECKED_UPDATES[-1])
 CLOSE = BY_NEED.model_copy(update={"windows": 8})
 """What one takes that is close to the best."""
 RATE = 1.9e6

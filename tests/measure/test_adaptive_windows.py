@@ -91,12 +91,20 @@ class TestWindows:
         assert 60 <= sum(window.seconds for window in found.windows) < 61.1
         assert len(found.windows) in {59, 60}
 
+    @pytest.mark.parametrize("seconds", [0.0171, 0.3])
+    def test_what_may_win_has_as_many_updates_as_asked_and_what_cannot_is_stopped_before(self, seconds: float) -> None:
+        protocol, rate = Protocol().by_need(120), TARGETS / seconds
+        for beat in (None, rate):
+            found = Device(lambda update: seconds).measure(protocol, beat)
+            assert sum(window.updates for window in found.windows) >= 120
+        assert len(Device(lambda update: seconds).measure(protocol, 2 * rate).windows) == 1
+
     @settings(max_examples=50)
-    @given(st.floats(0.001, 5), st.none() | st.floats(50, 5000), st.sampled_from([0.0, 3.0, 20.0]))
+    @given(st.floats(0.001, 5), st.none() | st.floats(50, 5000), st.sampled_from([0.0, 3.0, 20.0]), st.integers(0, 130))
     def test_windows_take_no_longer_than_the_protocol_says(
-        self, seconds: float, beat: float | None, least: float
+        self, seconds: float, beat: float | None, least: float, updates: int
     ) -> None:
-        protocol = Protocol(version="adaptive", least_seconds=least)
+        protocol = Protocol(version="adaptive", least_seconds=least).by_need(updates)
         found = Device(lambda update: seconds).measure(protocol, beat)
         assert sum(window.seconds for window in found.windows) <= protocol.longest_seconds(seconds) + 1e-6
 

@@ -9,6 +9,7 @@ from study_replay import Replay, fitted, gh200, record
 from study_replay import replay as replayed
 from test_study import MANY, ONCE, take
 
+from tinyllm_ray.measure.band import CHECKED_UPDATES
 from tinyllm_ray.measure.need import CONFIDENCE
 from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.records import Fate, Seconds, TrialRecord
@@ -25,7 +26,7 @@ from tinyllm_ray.search.verdict import THROUGHPUT
 from tinyllm_ray.search.verifier import InterleavedPairs
 
 FIT = fitted()
-BY_COUNT, BY_NEED = FIT.protocol, FIT.protocol.by_need()
+BY_COUNT, BY_NEED = FIT.protocol, FIT.search_protocol
 
 
 def study(objective: Objective = MANY, search_windows: SearchWindows = "by_need", **more: object) -> Study:
@@ -54,6 +55,12 @@ def test_baseline_and_finalists_go_by_count_and_what_the_search_tries_by_need() 
     }
     assert BY_NEED.version == "adaptive"
     assert BY_NEED.windows == BY_COUNT.windows
+    assert BY_NEED.least_updates == CHECKED_UPDATES[-1] < BY_COUNT.counted_updates
+
+
+def test_no_more_updates_are_needed_than_by_count() -> None:
+    short = replace(FIT, protocol=Protocol(windows=2, updates_per_window=5))
+    assert short.search_protocol.least_updates == 10
 
 
 def test_everything_goes_by_count_where_that_is_asked_for_and_by_need_where_the_protocol_does() -> None:
@@ -132,11 +139,12 @@ def test_a_candidate_that_is_measured_once_more_is_measured_to_its_end() -> None
 def test_windows_by_need_are_expected_to_be_as_many_as_they_were() -> None:
     def expected(*records: TrialRecord) -> float:
         cost = CostModel("cuda", FIT.parameters * FIT.targets_per_update, BY_COUNT, tuple(records), Priors("cuda"))
-        return cost.predict(FIT.baseline, protocol=BY_NEED).windows.expected
+        return cost.predict(FIT.baseline, protocol=any_updates).windows.expected
 
+    any_updates = BY_NEED.model_copy(update={"least_updates": 0})
     base = study()
     first = gh200(take(base))
-    short = [first.model_copy(update={"protocol": BY_NEED, "windows": first.windows[:1]}) for _ in range(50)]
+    short = [first.model_copy(update={"protocol": any_updates, "windows": first.windows[:1]}) for _ in range(50)]
     other = [one.model_copy(update={"protocol": Protocol(version="adaptive", windows=1)}) for one in short]
     assert 0.5 < expected(first, *short) < 0.6 * 2
     assert expected(first) == expected(first, *other) > 6 * 0.5

@@ -78,10 +78,10 @@ def is_enough(rates: Sequence[float], updates: int, seconds: float, bar: Bar, pr
     then 12% above the latter alone, which no further window of this process lowers. But neither beyond a cap, nor once
     they have as many updates as windows by count.
     """
-    if len(rates) < protocol.windows or seconds < protocol.least_seconds:
+    if len(rates) < protocol.windows or seconds < protocol.least_seconds or updates < protocol.least_updates:
         return False
     if bar.targets_per_second is None or len(rates) >= protocol.most_windows:
         return True
-    if updates >= protocol.windows * protocol.updates_per_window:
+    if updates >= protocol.counted_updates:
         return True
     return window_error(rates, bar.window_noise) <= bar.process_spread / 2

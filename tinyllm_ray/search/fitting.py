@@ -15,6 +15,7 @@ from tinyllm_ray.execution import (
     default_packed_backward,
     needs_gpu,
 )
+from tinyllm_ray.measure.band import CHECKED_UPDATES
 from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.search.installed import NEEDED_BY
 from tinyllm_ray.search.space import SearchWindows, Space
@@ -49,8 +50,10 @@ class FittedSpace:
 
     @functools.cached_property
     def search_protocol(self) -> Protocol:
-        """Of what the search tries beside the baseline."""
-        return self.protocol if self.search_windows == "by_count" else self.protocol.by_need()
+        """Of what the search tries beside the baseline; by need, to the last update where losses are compared."""
+        if self.search_windows == "by_count" or self.protocol.version == "adaptive":
+            return self.protocol
+        return self.protocol.by_need(CHECKED_UPDATES[-1])
 
     def counts(self, key: str, execution: Mapping[str, Any]) -> bool:
         """Whether varying `key` means anything beside the other settings of `execution`."""
