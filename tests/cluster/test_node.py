@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tinyllm_ray.cluster import node as module
-from tinyllm_ray.cluster.node import Node, claim, clear_left_behind, job_folder, ray_arguments, ray_environment
+from tinyllm_ray.cluster import node_folder
+from tinyllm_ray.cluster.node import Node, ray_arguments, ray_environment, share_of_host
+from tinyllm_ray.cluster.node_folder import claim, clear_left_behind, job_folder
 from tinyllm_ray.errors import ConfigError
 
 HEAD = Node(job=17, name="gh1", head=None, cpus=72, gpus=1, memory_mib=100_000)
@@ -36,9 +37,9 @@ def test_a_worker_joins_the_head_and_leaves_the_dashboard_and_the_folder_to_it()
 def test_where_slurm_hands_out_no_memory_it_is_the_processors_share() -> None:
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
     cores = os.cpu_count() or 1
-    assert module.share_of_host(cores) == host
-    assert module.share_of_host(10 * cores) == host
-    assert cores == 1 or module.share_of_host(1) <= host // cores
+    assert share_of_host(cores) == host
+    assert share_of_host(10 * cores) == host
+    assert cores == 1 or share_of_host(1) <= host // cores
 
 
 def test_rays_sockets_stay_below_the_systems_limit() -> None:
@@ -89,8 +90,8 @@ def test_folders_of_killed_jobs_go_and_those_in_use_or_of_others_stay(
     lock = claim(tmp_path / "tr0-2")
     clear_left_behind(tmp_path / "tr0-3")
     assert len(list(tmp_path.iterdir())) == 5  # all of this minute
-    now = time.time() + module._SETTLED_SECONDS + 1
-    monkeypatch.setattr(module.time, "time", lambda: now)
+    now = time.time() + node_folder._SETTLED_SECONDS + 1
+    monkeypatch.setattr(node_folder.time, "time", lambda: now)
     clear_left_behind(tmp_path / "tr0-9")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["else", "tr0-2", "tr10-4"]
     os.close(lock)

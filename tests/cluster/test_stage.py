@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from tinyllm_ray.cluster import node as node_module
-from tinyllm_ray.cluster import stage_contents, stage_job
+from tinyllm_ray.cluster import node_folder, stage_contents, stage_job
 from tinyllm_ray.cluster.__main__ import main
-from tinyllm_ray.cluster.node import Node, clear_left_behind, job_folder
+from tinyllm_ray.cluster.node_folder import NodeFolder, claim, clear_left_behind, job_folder
 from tinyllm_ray.cluster.nodes import Share
 from tinyllm_ray.cluster.stage import unpack_here
 from tinyllm_ray.cluster.stage_contents import collect_compiled, make_packs, pack_tokens, tokens_of
@@ -119,7 +118,7 @@ def test_a_requeued_job_starts_over_and_a_foreign_folder_is_refused(made: dict[s
     unpack_here({"tokens": made["tokens"]}, JOB, str(tmp_path))
     assert whole(folder_of(tmp_path)) == {"tokens", "compiled"}
     assert not (folder_of(tmp_path) / "tokens" / "left").exists()
-    lock = node_module.claim(folder_of(tmp_path).parent)
+    lock = claim(folder_of(tmp_path).parent)
     with pytest.raises(ConfigError, match="in use by another cluster of this job"):
         unpack_here(made, JOB, str(tmp_path))
     os.close(lock)
@@ -147,12 +146,11 @@ def test_slurms_own_folder_for_the_job_goes_before_the_scratch(tmp_path: Path) -
 def test_a_nodes_step_keeps_what_is_staged_and_removes_it_at_its_end(
     made: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_module, "end_descendants", lambda *limits: [])
+    monkeypatch.setattr(node_folder, "end_descendants", lambda *limits: [])
     monkeypatch.delenv("SLURM_TMPDIR", raising=False)
     unpack_here(made, JOB, str(tmp_path))
     (folder_of(tmp_path).parent / "token").write_text("of the run before")
-    node = Node(job=JOB, name="n1", head=None, cpus=1, gpus=0, memory_mib=0, scratch=str(tmp_path), staged=True)
-    with node_module._Folder(node) as own:
+    with NodeFolder(str(tmp_path), JOB, staged=True) as own:
         assert own.stage == folder_of(tmp_path)
         assert whole(own.stage) == set(made)
         assert not (own.path / "token").exists()
@@ -160,12 +158,11 @@ def test_a_nodes_step_keeps_what_is_staged_and_removes_it_at_its_end(
 
 
 def test_slurms_own_folder_is_cleared_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_module, "end_descendants", lambda *limits: [])
+    monkeypatch.setattr(node_folder, "end_descendants", lambda *limits: [])
     (tmp_path / "local").mkdir()
     monkeypatch.setenv("SLURM_TMPDIR", str(tmp_path / "local"))
     (tmp_path / "local" / f"stage-{os.getuid()}-{JOB}").mkdir()
-    node = Node(job=JOB, name="n1", head=None, cpus=1, gpus=0, memory_mib=0, scratch=str(tmp_path), staged=True)
-    with node_module._Folder(node):
+    with NodeFolder(str(tmp_path), JOB, staged=True):
         pass
     assert list((tmp_path / "local").iterdir()) == []
 

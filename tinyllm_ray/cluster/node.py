@@ -9,13 +9,10 @@ not. Every process of Ray descends from this one, and none outlives it.
 Standard library only, Ray being started as a program: nothing slow stands between a job step and its answer.
 """
 
-import fcntl
 import json
 import os
 import select
-import shutil
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
@@ -29,26 +26,21 @@ from tinyllm_ray.cluster.addresses import PORTS_A_JOB, address_towards, free_por
 from tinyllm_ray.cluster.descendants import adopt_orphans, descendants, end_descendants, reap
 from tinyllm_ray.cluster.headless import end_headless
 from tinyllm_ray.cluster.limits import make_room
+from tinyllm_ray.cluster.node_folder import LIMIT_SECONDS, PATIENCE_SECONDS, NodeFolder
 from tinyllm_ray.cluster.numa_memory import bind_host_memory
-from tinyllm_ray.cluster.stage_place import NAME, stage_folder, staged_python, staged_variables
-from tinyllm_ray.errors import EXIT_BUG, EXIT_DONE, EXIT_SIGTERM, ConfigError, TinyllmRayError
+from tinyllm_ray.cluster.stage_place import staged_python, staged_variables
+from tinyllm_ray.errors import EXIT_BUG, EXIT_DONE, EXIT_SIGTERM, TinyllmRayError
 
 OBJECT_STORE_MIB = 128
 """Batches never travel through the object store; Ray's own default takes 30% of the memory."""
 HELD_BACK_SECONDS = 25.0
 """How long a SIGTERM of Slurm waits for the launcher, whose study saves meanwhile; `KillWait` is 30 s by default."""
-_PATIENCE_SECONDS = 3.0
-_LIMIT_SECONDS = 10.0
 _TICK_SECONDS = 0.2
 _LOOK_SECONDS = 3.0
 _MOST_STARTS = 3
 _TOO_SLOW = "timed out during startup"
 """Ray 2.60 gives its processes 30 s to be there, which a cold shared file system may take for their imports; a second
 start finds them in the page cache. The launcher has the deadline."""
-_SETTLED_SECONDS = 60.0
-_STAGED_SECONDS = 1800.0
-"""A folder with staged files waits for its step, which on all nodes but the first comes after the head is ready."""
-_FOLDER = "tr"
 _RAY = ("-c", "from ray.scripts.scripts import main; main()")
 
 
@@ -86,7 +78,7 @@ def main(arguments: list[str]) -> int:
     adopt_orphans()
     try:
         make_room()
-        with _Folder(node) as folder:
+        with NodeFolder(node.scratch, node.job, node.staged) as folder:
             token = folder.write_token(sys.stdin.buffer.readline())
             memory = bind_host_memory()  # Ray's processes inherit it
             ready, core = _start(node, folder, token)
@@ -101,7 +93,7 @@ def main(arguments: list[str]) -> int:
         return EXIT_BUG
 
 
-def _start(node: Node, own: "_Folder", token: Path) -> tuple[dict[str, Any], set[int]]:
+def _start(node: Node, own: NodeFolder, token: Path) -> tuple[dict[str, Any], set[int]]:
     """Start Ray; what the launcher has to know of it, and the processes without which there is no node.
 
     Raises TinyllmRayError with Ray's last line where it fails.
@@ -128,7 +120,7 @@ def _start(node: Node, own: "_Folder", token: Path) -> tuple[dict[str, Any], set
                 "gpus": node.gpus,
             }, core
         print(done.stdout, file=sys.stderr, flush=True)
-        end_descendants(_PATIENCE_SECONDS, _LIMIT_SECONDS)
+        end_descendants(PATIENCE_SECONDS, LIMIT_SECONDS)
         if done.returncode and all(map(is_free, ports)) and _TOO_SLOW not in done.stdout:
             break  # no other program was in its way
     where = f"at {address}" + (f", ports {ports[0]} to {ports[-1]}" if ports else f", for the head at {node.head}")
@@ -230,83 +222,6 @@ def _stay(node: Node, core: set[int], told: list[float]) -> int:
 def _is_let_go(seconds: float) -> bool:
     """Whether the launcher lets go, or is gone, within that time."""
     return bool(select.select([0], [], [], seconds)[0]) and not os.read(0, 4096)
-
-
-class _Folder:
-    """The job's own folder on this node; entered, it is locked; left, everything Ray started is gone, and then it."""
-
-    def __init__(self, node: Node) -> None:
-        self.path = job_folder(node.scratch, os.getuid(), node.job)
-        self.stage = stage_folder(self.path, os.getuid(), node.job)
-        self._keep = {self.stage} if node.staged else set()
-        self._lock = -1
-
-    def __enter__(self) -> "_Folder":
-        clear_left_behind(self.path)
-        self._lock = claim(self.path)
-        for path in set(self.path.iterdir()) - self._keep:  # of the same job before it was requeued
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        left = end_descendants(_PATIENCE_SECONDS, _LIMIT_SECONDS)
-        if left:
-            print(f"tinyllm_ray: not ended by the kernel yet: {', '.join(left)}", file=sys.stderr, flush=True)
-        for path in (self.stage, self.path):
-            shutil.rmtree(path, ignore_errors=True)
-        os.close(self._lock)
-
-    def write_token(self, secret: bytes) -> Path:
-        """The cluster's secret in a file that only its owner reads. Raises ConfigError where none came."""
-        if not secret.strip():
-            raise ConfigError("the launcher was gone before it gave its secret")
-        path = self.path / "token"
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(secret.strip())
-        return path
-
-
-def job_folder(scratch: str, user: int, job: int) -> Path:
-    """The same on every node, as a worker's Ray takes its path from the head; short, as sockets lie 60 deeper."""
-    return Path(scratch) / f"{_FOLDER}{user}-{job}"
-
-
-def claim(folder: Path) -> int:
-    """Make a private folder and lock it; the lock's descriptor. Raises ConfigError where it is taken or another's."""
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-        if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or stat.S_IMODE(found.st_mode) != 0o700:
-            raise ConfigError(
-                f"{folder} is there and not a private folder of yours; remove it, or give another scratch"
-            )
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be made ({error.strerror}); give the site a scratch folder") from None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise ConfigError(f"{folder} is in use by another cluster of this job; one runs at a time") from None
-    return descriptor
-
-
-def clear_left_behind(own: Path) -> None:
-    """Remove this user's folders beside `own` that no running step holds: those of jobs whose steps were killed."""
-    prefix = own.name.rpartition("-")[0]
-    for folder in own.parent.glob(f"{prefix}-*"):
-        try:
-            found = folder.lstat()
-            # A folder of this minute may be another job's that is about to lock it.
-            settled = _STAGED_SECONDS if (folder / NAME).is_dir() else _SETTLED_SECONDS
-            if found.st_uid != os.getuid() or time.time() - found.st_ctime < settled:
-                continue
-            lock = claim(folder)
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
-        except (OSError, ConfigError):
-            continue
 
 
 def _say(**message: Any) -> None:

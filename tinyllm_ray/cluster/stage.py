@@ -18,7 +18,7 @@ import venv
 from pathlib import Path
 from typing import Any
 
-from tinyllm_ray.cluster.node import claim, job_folder
+from tinyllm_ray.cluster.node_folder import claim, job_folder
 from tinyllm_ray.cluster.stage_pack import DamagedError, forget_damaged, unpack
 from tinyllm_ray.cluster.stage_place import COMPILED, ENVIRONMENT, NAME, RECORD, stage_folder
 from tinyllm_ray.command import Parser, exit_status

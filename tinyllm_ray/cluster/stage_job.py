@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tinyllm_ray.cluster.node import job_folder
+from tinyllm_ray.cluster.node_folder import job_folder
 from tinyllm_ray.cluster.nodes import Share
 from tinyllm_ray.cluster.stage_place import COMPILED, stage_folder, staged_python, staged_variables
 from tinyllm_ray.cluster.steps import step_environment
