@@ -37,6 +37,7 @@ class Running:
     def __init__(self, out: Path, lines: Lines, channel: Channel, budget_seconds: float) -> None:
         (out / "candidates").mkdir()
         self._lines = lines
+        self._told: list[dict[str, Any]] = []
         self.out = out
         self.clock = FakeClock()
         self.said = io.StringIO()
@@ -69,10 +70,10 @@ class Running:
             result = {"targets_per_second": 2e3, "seconds_per_update": 1.0, "proof": proof, "devices": where}
             running.hear({"event": "result", **result})
         source = {"sha256": "0", "dirty": None}
-        # No more than this: what is sent stays in a pipe of 64 kB until a test reads it.
         environment = {"versions": installed_versions(), "cuda": None, "cpu": {"usable_cores": usable_cores()}}
         record = build_record(running, fate, reason, took_seconds, environment, source, None)
         self.driver.hear(request["candidate"], {"event": "record", "record": record.model_dump(mode="json")})
+        self._listen()  # the pipe holds 64 kB, some twenty records
 
     def told(self) -> bool:
         """Whether the last report stands."""
@@ -80,8 +81,13 @@ class Running:
         return path.exists() and json.loads(path.read_text())["ended"] is not None
 
     def verdicts(self) -> list[int]:
-        """What the supervisor has been told is the end."""
-        return [message["exit_status"] for message in self._lines.read(0) or [] if message["type"] == "done"]
+        """What the supervisor has been told is the end since it was last asked for."""
+        self._listen()
+        told, self._told = self._told, []
+        return [message["exit_status"] for message in told if message["type"] == "done"]
+
+    def _listen(self) -> None:
+        self._told += self._lines.read(0) or []
 
 
 @pytest.fixture
