@@ -71,7 +71,7 @@ def select(
     chosen, quick, small = break_tie(worthy, records, baseline, expected)
     others = tuple(record for record in tied if record is not chosen)
     why = _why(chosen, top, (tied, quick, small), baseline) if others else _lead(chosen, order, values, objective)
-    return Selection(chosen, others, _reason(chosen, top, others, why, objective))
+    return Selection(chosen, others, _reason(chosen, others, why, objective))
 
 
 def _why(chosen: TrialRecord, top: TrialRecord, sieves: tuple[list[TrialRecord], ...], baseline: str | None) -> str:
@@ -172,15 +172,13 @@ def _lead(chosen: TrialRecord, order: list[TrialRecord], values: dict[int, float
     return f"{values[id(second)] - values[id(chosen)]:,.0f} s before {second.candidate}"
 
 
-def _reason(
-    chosen: TrialRecord, top: TrialRecord, others: tuple[TrialRecord, ...], why: str, objective: Objective
-) -> str:
+def _reason(chosen: TrialRecord, others: tuple[TrialRecord, ...], why: str, objective: Objective) -> str:
     best = "fastest" if objective.kind == "throughput" else f"soonest done with {_planned(objective)}"
     full = f"; it {FULL}" if fills_memory(chosen) else ""
     if not others:
         return f"{best} with {_rate(chosen):,.0f} targets/s, {why}{full}"
-    names = ", ".join(record.candidate for record in others)
-    return f"within the noise of {names} (highest {_rate(top):,.0f} targets/s); {why}{full}"
+    names = ", ".join(f"{record.candidate} ({_rate(record):,.0f} targets/s)" for record in others)
+    return f"within the noise of {names}; {why}{full}"
 
 
 def _planned(objective: Objective) -> str:
