@@ -1,15 +1,20 @@
 """What a study keeps for its verification is what the verification wants to begin."""
 
+from dataclasses import replace
+
 import pytest
 from study_replay import fitted, record
 
+from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.search.answers import Finished
 from tinyllm_ray.search.candidate import make_candidate
 from tinyllm_ray.search.cost import CostModel
 from tinyllm_ray.search.objective import Objective
 from tinyllm_ray.search.paired import PairedVerifier
 from tinyllm_ray.search.priors import Priors
+from tinyllm_ray.search.study import Study
 from tinyllm_ray.search.verdict import Selection
+from tinyllm_ray.search.verifier import MARGIN
 
 SPACE = fitted()
 
@@ -55,3 +60,24 @@ def test_where_one_can_be_verified_it_is_the_fastest_and_not_what_starts_soonest
     short = PairedVerifier(SPACE.protocol, 100.0, Objective("training", 1e6, 1))
     rounds = short.begin(Selection(found["soon"], (found["fast"],), ""), found["base"], (), cost)
     assert rounds.verification.finalists == [found["fast"].execution_identity]
+
+
+def test_time_is_kept_for_the_fastest_where_the_search_chooses_what_starts_sooner() -> None:
+    """Verification begins with the fastest, whose processes compile; time for eager ones would not do."""
+    eager, compiled = {"start": 0.5, "compile": 0.5, "total": 1.5}, {"start": 0.5, "compile": 30.0, "total": 31.0}
+    soon = record(make_candidate(1, SPACE.settle({"update": "eager"})), rates=(1.0e6, 0.9e6, 1.1e6), seconds=eager)
+    fast = record(
+        make_candidate(2, SPACE.settle({"update": "compiled"})), rates=(1e6, 0.92e6, 1.12e6), seconds=compiled
+    )
+    fit = replace(SPACE, baseline=soon.execution, protocol=Protocol(windows=3, updates_per_window=10))
+    verifier, priors = PairedVerifier(fit.protocol, 1e9), Priors("cuda")
+    study = Study(
+        fit, records=(soon, fast.model_copy(update={"targets_per_second": 1.02e6})), verifier=verifier, priors=priors
+    )
+    chosen, fastest = study.selection(), study.incumbent()
+    assert chosen is not None
+    assert fastest is not None
+    assert (chosen.record.candidate, fastest.candidate) == (soon.candidate, fast.candidate)
+    wanted = verifier.seconds(study._cost, fastest.execution, soon.execution)
+    assert wanted > MARGIN * verifier.seconds(study._cost, soon.execution, soon.execution)
+    assert study._reserve(soon.execution) >= wanted

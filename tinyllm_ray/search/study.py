@@ -251,9 +251,10 @@ class Study:
         return Admission(seconds_left, self._reserve, self.space.baseline)
 
     def _reserve(self, execution: Mapping[str, Any]) -> float:
-        """Seconds to keep for verification, should this execution or the present choice win."""
+        """Seconds to keep for verification, should this execution, the present choice, or the fastest win."""
         selection = self._choice()
-        finalists = [execution, *([selection.record.execution] if selection else [])]
+        known = (selection.record if selection else None, self.incumbent())
+        finalists = [execution, *(record.execution for record in known if record)]
         return reserved_seconds(self.verifier, self._cost, finalists, self.space.baseline)
 
     def _start(self, execution: dict[str, Any], stage: str, prediction: Prediction, device: str | None) -> Trial:
