@@ -39,7 +39,8 @@ class Interrupted:
 @pytest.fixture(scope="module")
 def interrupted(built_root: Path, tiny: Path) -> Interrupted:
     command = [sys.executable, "-m", "tinyllm_ray.tune", "--budget", f"{BUDGET_SECONDS}s", "--out", "study"]
-    command += ["--config", "recipe.yaml", "--space", "space.yaml", "--runs", "40"]
+    # So many that measuring more pays wherever this runs, and too few for a minute under load to be worth its time.
+    command += ["--config", "recipe.yaml", "--space", "space.yaml", "--runs", "100"]
     environment = os.environ | {CACHE_VARIABLE: str(built_root)}
     begin = time.monotonic()
     with subprocess.Popen(command, cwd=tiny, env=environment, stderr=subprocess.PIPE, text=True) as study:
