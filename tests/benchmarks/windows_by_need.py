@@ -28,14 +28,13 @@ from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.records import TrialRecord
 from tinyllm_ray.search.noise import NoiseOfWindows, bar_of
 from tinyllm_ray.search.pairs import CAUTIOUS_SPREAD
+from tinyllm_ray.search.rates import HALF_RANGE_OF_THREE
 
 BY_COUNT, BY_NEED = Protocol(), Protocol().by_need(CHECKED_UPDATES[-1])
 CLOSE = BY_NEED.model_copy(update={"windows": 8})
 """What one takes that is close to the best."""
 RATE = 1.9e6
 TARGETS = 32_768
-HALF_RANGE_OF_THREE = 0.846
-"""Expected half range of three normal values, in standard deviations."""
 REFERENCE_SECONDS = 1.7
 """Of the windows that half ranges were recorded of."""
 SLOWER = (0.0, 0.01, 0.02, 0.05, 0.1, 0.3)

@@ -15,12 +15,13 @@ from tinyllm_ray.tune.request import StudyRequest, check_request
 PACK = ["packing.models=2", "packing.topology=complete", "packing.scheme=awc"]
 
 
+def requested(**asked: Any) -> StudyRequest:
+    return StudyRequest(budget="1m", budget_seconds=60.0, total_seconds=60.0, age_seconds=0.0, out="studies/x", **asked)
+
+
 def choose(device_kind: str, **asked: Any) -> tuple[str, str, list[str]]:
     """Preset's parameters, space's name, and what is said."""
-    request = StudyRequest(
-        budget="1m", budget_seconds=60.0, total_seconds=60.0, age_seconds=0.0, out="studies/x", **asked
-    )
-    config, space, notes = check_request(request).for_machine(device_kind)
+    config, space, notes = check_request(requested(**asked)).for_machine(device_kind)
     return f"{config.model.parameters:,}", space.name, notes
 
 
@@ -45,15 +46,7 @@ def test_the_space_goes_by_the_machine_and_by_whether_models_are_packed(
 
 
 def test_on_a_cpu_packs_are_asked_how_they_pass_backward_as_well() -> None:
-    request = StudyRequest(
-        budget="1m",
-        budget_seconds=60.0,
-        total_seconds=60.0,
-        age_seconds=0.0,
-        out="studies/x",
-        recipe="nano",
-        overrides=PACK,
-    )
+    request = requested(recipe="nano", overrides=PACK)
     config, space, notes = check_request(request).for_machine("cpu")
     assert notes == ["space smoke and packed_backward of space packed: no GPU here; name another with --space"]
     fit = fit_space(space, config, "cpu", cores=2)
@@ -64,10 +57,7 @@ def test_on_a_cpu_packs_are_asked_how_they_pass_backward_as_well() -> None:
 
 def test_a_study_is_after_the_seconds_of_all_planned_trainings() -> None:
     def asked(*overrides: str, **more: Any) -> Objective:
-        request = StudyRequest(
-            budget="1m", budget_seconds=60.0, total_seconds=60.0, age_seconds=0.0, out="studies/x", **more
-        )
-        return request.objective_of(load("nano", overrides))
+        return requested(**more).objective_of(load("nano", overrides))
 
     assert asked() == Objective("training", 1_048_576, 100)
     assert asked("packing.models=3", runs=240) == Objective("training", 3 * 1_048_576, 240), "each has the budget"
@@ -81,16 +71,8 @@ def test_a_study_is_after_the_seconds_of_all_planned_trainings() -> None:
 )
 def test_a_request_goes_before_the_space_in_how_the_search_is_timed(asked: Any, own: str | None, chosen: str) -> None:
     space = load_space("smoke").model_dump(mode="json", exclude=set() if own else {"search_windows"})
-    request = StudyRequest(
-        budget="1m",
-        budget_seconds=60.0,
-        total_seconds=60.0,
-        age_seconds=0.0,
-        out="studies/x",
-        recipe="nano",
-        space=space | ({"search_windows": own} if own else {}),
-        search_windows=asked,
-    )
+    named = space | ({"search_windows": own} if own else {})
+    request = requested(recipe="nano", space=named, search_windows=asked)
     config, found, _ = check_request(request).for_machine("cpu")
     fit = fit_space(found, config, "cpu", cores=2)
     assert fit.search_windows == chosen

@@ -253,8 +253,7 @@ class Study:
     def _reserve(self, execution: Mapping[str, Any]) -> float:
         """Seconds to keep for verification, should this execution, the present choice, or the fastest win."""
         selection = self._choice()
-        known = (selection.record if selection else None, self.incumbent())
-        finalists = [execution, *(record.execution for record in known if record)]
+        finalists = [execution, *(one.execution for one in (selection and selection.record, self.incumbent()) if one)]
         return reserved_seconds(self.verifier, self._cost, finalists, self.space.baseline)
 
     def _start(self, execution: dict[str, Any], stage: str, prediction: Prediction, device: str | None) -> Trial:
