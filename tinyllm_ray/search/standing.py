@@ -55,17 +55,17 @@ class Standing:
             return finished_status(candidate, record)
         prediction = self.predict(candidate.execution)
         if failed := out_of_memory(candidate.execution, self.results.values()):
-            return CandidateStatus(candidate, State.SKIPPED, reason=f"skipped: {failed.candidate} ran out of memory")
+            return CandidateStatus(candidate, State.SKIPPED, reason=f"{failed.candidate} ran out of memory")
         if name in self.admission.left_out:
             return self.not_started(candidate, prediction)
         if self.baseline in self.admission.left_out:
-            reason = "not started: the baseline comes first, and did not fit"
+            reason = "the baseline comes first, and did not fit"
             return CandidateStatus(candidate, State.NOT_STARTED, reason=reason, prediction=prediction)
         return CandidateStatus(candidate, State.PENDING, prediction=prediction)
 
     def not_started(self, candidate: Candidate, prediction: Prediction) -> CandidateStatus:
         """Of one that does not fit the time left."""
-        reason = f"not started: it needs {self.admission.need(candidate.execution, prediction)}"
+        reason = f"it needs {self.admission.need(candidate.execution, prediction)}"
         return CandidateStatus(candidate, State.NOT_STARTED, reason=reason, prediction=prediction)
 
     def left_out(self, candidates: Candidates) -> Iterator[CandidateStatus]:
