@@ -15,6 +15,7 @@ import pytest
 
 import tinyllm_ray
 from tinyllm_ray.cluster.launch import program as job_program
+from tinyllm_ray.help_text import HelpFormatter
 
 EXAMPLE = re.compile(r"^  (python -m tinyllm_ray\.\w+(?:[^\\\n]|\\\n)*)", re.MULTILINE)
 
@@ -70,9 +71,23 @@ def stops_once_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("words", list(commands()), ids=" ".join)
-def test_help_shows_examples_that_parse(
-    words: tuple[str, ...], capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+def test_no_line_of_help_is_wider_than_the_terminal(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert [line for line in help_of(words, capsys).splitlines() if len(line) > 80] == []
+
+
+@pytest.mark.parametrize("columns", ["60", "200"])
+@pytest.mark.parametrize("words", list(commands()), ids=" ".join)
+def test_help_shows_examples_that_parse(
+    words: tuple[str, ...],
+    columns: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
     text = help_of(words, capsys)
     assert "examples:" in text
     shown = examples(text.partition("examples:")[2])
@@ -107,3 +122,29 @@ def test_the_examples_of_one_command_are_those_of_its_name() -> None:
 
     epilog = "examples:\n  python -m p one X\n      first\n  python -m p two one\n  python -m p one\n\nexit status: 0"
     assert examples_of(epilog, "one") == "examples:\n  python -m p one X\n      first\n  python -m p one"
+
+
+def test_help_keeps_what_belongs_together_and_a_shell_takes_its_commands() -> None:
+    epilog = """examples:
+  python -m p one --source books/ 'two words.txt' --tokenizer bpe:16000 --out x
+      what it does, said on a line
+      and on another
+
+One thing.
+And another that is long.
+
+Last.
+"""
+    text = HelpFormatter("p", width=44)._fill_text(epilog, 42, "")
+    assert text.splitlines() == [
+        "examples:",
+        "  python -m p one --source books/ \\",
+        "          'two words.txt' \\",
+        "          --tokenizer bpe:16000 --out x",
+        "      what it does, said on a line and on",
+        "      another",
+        "",
+        "One thing. And another that is long.",
+        "",
+        "Last.",
+    ]

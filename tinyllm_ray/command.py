@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from tinyllm_ray.errors import EXIT_SIGINT, EXIT_USER, TinyllmRayError
+from tinyllm_ray.help_text import HelpFormatter
 from tinyllm_ray.paths import shown, unusable
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without the usage before an error, and with the help's line breaks kept."""
+    """argparse without the usage before an error, and with help that fits the terminal."""
 
     def __init__(self, prog: str, description: str, epilog: str) -> None:
-        formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(prog=prog, description=description, epilog=epilog, formatter_class=formatter)
+        super().__init__(prog=prog, description=description, epilog=epilog, formatter_class=HelpFormatter)
         # What begins with a minus and a digit is a value, so that `--budget -5m` is answered for what it is.
         self._negative_number_matcher = re.compile(r"-\d")
 

@@ -43,7 +43,6 @@ measured; 128 and its number where a signal ended it: the bundle has what was me
 def add_selfcheck(parser: argparse.ArgumentParser) -> None:
     """Options of `selfcheck`."""
     parser.epilog = EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--out", default=".", metavar="DIR", help="where studies would go (default: here)")
     parser.add_argument("--scratch", default="/tmp", metavar="DIR", help="as in the site's settings")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")

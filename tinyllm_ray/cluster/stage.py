@@ -1,8 +1,11 @@
 """Copies of a job's packages, tokens and compiled code on its nodes' own storage, made before anything is imported.
 
-    python -m tinyllm_ray.cluster.stage pack --packs DIR -- tune --budget 45m     make the packs, on any machine
-    python -m tinyllm_ray.cluster.stage unpack '{"packs": {...}, "job": 17, ...}'  on a node, started by the launcher
-    python -m tinyllm_ray.cluster.stage collect --packs DIR FOLDER                keep what was compiled
+    python -m tinyllm_ray.cluster.stage pack --packs DIR -- tune --budget 45m
+        makes the packs, on any machine
+    python -m tinyllm_ray.cluster.stage unpack '{"packs": {...}, "job": 17, ...}'
+        on a node, started by the launcher
+    python -m tinyllm_ray.cluster.stage collect --packs DIR FOLDER
+        keeps what was compiled
 
 Packs lie on the shared file system, and are made once: the second job with equal contents takes them as they are. A
 part that is damaged, or does not fit, is left out with a warning, and the shared one is read as without staging.

@@ -22,10 +22,14 @@ if TYPE_CHECKING:  # imported where they are used: signals are heard, and mistak
     from tinyllm_ray.train.checkpoint import Checkpoint
 
 _EPILOG = """commands beside training, each with its own --help:
-  python -m tinyllm_ray.train evaluate RUN     loss of a run's or checkpoint's weights on a split
-  python -m tinyllm_ray.train export RUN       a Hugging Face folder of them
-  python -m tinyllm_ray.train import FOLDER    a checkpoint of a Hugging Face folder
-  python -m tinyllm_ray.train report RUN       a page of a run's curves, throughput and start
+  python -m tinyllm_ray.train evaluate RUN
+      loss of a run's or checkpoint's weights on a split
+  python -m tinyllm_ray.train export RUN
+      a Hugging Face folder of them
+  python -m tinyllm_ray.train import FOLDER
+      a checkpoint of a Hugging Face folder
+  python -m tinyllm_ray.train report RUN
+      a page of a run's curves, throughput and start
 
 examples:
   python -m tinyllm_ray.train --config nano --out runs/first

@@ -22,10 +22,12 @@ from tinyllm_ray.tune.preset_names import preset_list, study_folders
 from tinyllm_ray.tune.supervisor import process_age_seconds, supervise
 
 _EPILOG = """commands beside studying, each with its own --help:
-  python -m tinyllm_ray.tune report OUT        a study's page again, CSV and Parquet; with two studies, their comparison
-  python -m tinyllm_ray.tune rerun OUT c03     one candidate of a study measured again
+  python -m tinyllm_ray.tune report OUT
+      a study's page again, CSV and Parquet; with two studies, their comparison
+  python -m tinyllm_ray.tune rerun OUT c03
+      one candidate of a study measured again
   python -m tinyllm_ray.tune validate OUT/selected.yaml
-                                               whether the decision still holds on this machine and these versions
+      whether the decision still holds on this machine and these versions
 
 examples:
   python -m tinyllm_ray.tune --budget 45m
