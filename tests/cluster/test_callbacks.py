@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from full_disk import full_disk
 from ray.tune import Callback
 from ray.tune.logger import JsonLoggerCallback, LoggerCallback, TBXLoggerCallback
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tinyllm_ray.cluster.callbacks import guarded, pack_callbacks, unpack_callbacks
+from tinyllm_ray.cluster.callbacks import DEFAULT, guarded, pack_callbacks, unpack_callbacks
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.records import Fate, TrialRecord
 
@@ -141,6 +143,39 @@ def test_files_go_to_the_studys_folder(tmp_path: Path) -> None:
     lines = (tmp_path / "callbacks" / "c01" / "result.json").read_text().splitlines()
     assert json.loads(lines[-1])["targets_per_second"] == 100.0
     assert json.loads((tmp_path / "callbacks" / "c01" / "params.json").read_text()) == EXECUTION
+
+
+def shown(folder: Path) -> tuple[dict[str, list[tuple[int, float]]], Any]:
+    """What TensorBoard shows of a candidate: tag -> (step, value), and its table of settings."""
+    reader = EventAccumulator(str(folder / "c01")).Reload()
+    scalars = {tag: [(event.step, event.value) for event in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
+    return scalars, reader.PluginTagToContent("hparams")
+
+
+def test_the_default_shows_what_tunes_own_logger_shows(tmp_path: Path) -> None:
+    study = Study(tmp_path / "own", *DEFAULT)
+    study.run(*EVENTS)
+    Study(tmp_path / "tunes", TBXLoggerCallback).run(*EVENTS)
+    scalars, settings = shown(tmp_path / "own")
+    assert study.said == []
+    assert scalars["ray/tune/window/targets_per_second"] == [(1, 100.0)]
+    assert scalars["ray/tune/targets_per_second"] == [(1, 100.0)]
+    assert settings
+    tunes, tunes_settings = shown(tmp_path / "tunes")
+    assert scalars == tunes
+    assert set(settings) == set(tunes_settings)
+
+
+def test_a_full_disk_costs_the_default_a_line_and_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    died: list[str] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: died.append(str(args.exc_value)))
+    study = Study(tmp_path, *DEFAULT)
+    with full_disk():
+        study.run(*[EVENTS[1]] * 20, EVENTS[2])
+    (line,) = study.said
+    assert line.startswith("callback TensorBoardLogger: OSError: no more TensorBoard events: ")
+    assert line.endswith("File too large in on_trial_result; it is left out from here on")
+    assert died == []
 
 
 def test_while_the_studys_folder_is_away_none_is_made_in_its_place(tmp_path: Path) -> None:

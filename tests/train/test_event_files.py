@@ -2,16 +2,14 @@
 
 import logging
 import math
-import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from fakes import FakeClock
+from full_disk import full_disk
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tinyllm_ray.train.event_files import EventFiles
@@ -32,17 +30,6 @@ def write(folder: Path, first: int, last: int, value: float, purge_step: int | N
     for step in range(first, last + 1):
         events.add(step, {"loss": value})
     events.close()
-
-
-@contextmanager
-def full_disk() -> Iterator[None]:
-    """No file of this process grows past what it already holds: the write itself fails, with an OSError."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -27,12 +27,13 @@ from urllib.parse import urlencode
 import pytest
 import ray
 from command_line import TINY_RECIPE
-from ray.tune.logger import JsonLoggerCallback, LoggerCallback, TBXLoggerCallback
+from ray.tune.logger import JsonLoggerCallback, LoggerCallback
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from watch_files import CLUSTER, metric_names, queries
 
 from tinyllm_ray.clock import Deadline
+from tinyllm_ray.cluster.callbacks import DEFAULT
 from tinyllm_ray.cluster.connect import Connection, connect
 from tinyllm_ray.cluster.metrics import STUDY_GAUGES
 from tinyllm_ray.cluster.trials import run_trials
@@ -133,7 +134,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     notes = Notes()
     with (out / "said").open("w") as said, connect(None) as connection, ThreadPoolExecutor() as pool:
         console = Console(file=said, width=200)
-        callbacks = [Broken(), notes, TBXLoggerCallback]
+        callbacks = [Broken(), notes, *DEFAULT]
 
         def run() -> None:
             with watched(driver, report, callbacks, console) as guards:

@@ -19,8 +19,8 @@ from typing import Any
 from ray import cloudpickle
 from ray.tune import Callback
 from ray.tune.callback import CallbackList
-from ray.tune.logger import TBXLoggerCallback
 
+from tinyllm_ray.cluster.tensorboard import TensorBoardLogger
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.records import TrialRecord
 from tinyllm_ray.table import table_row
@@ -31,7 +31,7 @@ _EVERY_STEP = frozenset({"on_step_begin", "on_step_end"})
 FINISH_SECONDS = 20.0
 """For what callbacks do at the end, uploads for one; less where the budget has less."""
 
-DEFAULT: Sequence[type[Callback]] = (TBXLoggerCallback,)
+DEFAULT: Sequence[type[Callback]] = (TensorBoardLogger,)
 
 Say = Callable[[str], None]
 

@@ -6,7 +6,7 @@ a queue of ten: where that thread dies of a full disk, the eleventh record waits
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,17 +26,23 @@ class EventFiles:
 
     `purge_step` is the first step a resumed run writes again: TensorBoard drops that step and all after it from the
     files before (its fast loader does so tag by tag, when the tag is written again).
-    What goes wrong with the disk is logged once, as a warning, and from then on nothing is written.
+    What goes wrong with the disk is told once, in a line, and from then on nothing is written.
     """
 
-    def __init__(self, folder: Path, purge_step: int | None = None, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        purge_step: int | None = None,
+        clock: Clock = time.monotonic,
+        tell: Callable[[str], None] = log.warning,
+    ) -> None:
         # Imported here, so that a run without event files does not wait for it.
         from tensorboardX.proto.event_pb2 import Event, SessionLog
         from tensorboardX.proto.summary_pb2 import Summary
         from tensorboardX.record_writer import RecordWriter
 
         self._event, self._summary = Event, Summary
-        self._clock = clock
+        self._clock, self._tell = clock, tell
         self._flushed_at = clock()
         self._writer: Any = None
         self._path = folder
@@ -55,9 +61,13 @@ class EventFiles:
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """The scalars of a step, by tag; a step may be added to several times, with other tags."""
         scalars = [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-        self._write(self._event(wall_time=time.time(), step=step, summary=self._summary(value=scalars)))
+        self.put(self._summary(value=scalars), step)
         if self._clock() - self._flushed_at >= _SECONDS_A_FLUSH:
             self.flush()
+
+    def put(self, summary: Any, step: int | None = None) -> None:
+        """A summary of TensorBoard's, such as `tensorboardX.summary` makes."""
+        self._write(self._event(wall_time=time.time(), step=step, summary=summary))
 
     def flush(self) -> None:
         """Everything added so far is on the disk when this returns."""
@@ -84,8 +94,8 @@ class EventFiles:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        log.warning("no more TensorBoard events: %s: %s", self._path, error.strerror or error)
         self._drop()
+        self._tell(f"no more TensorBoard events: {self._path}: {error.strerror or error}")
 
     def _drop(self) -> None:
         writer, self._writer = self._writer, None
