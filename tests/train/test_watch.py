@@ -1,6 +1,9 @@
 """A training beside its promise: throughput by training's seconds alone, kernels once, and both in result.json."""
 
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,21 @@ MakeConfig = Callable[..., Config]
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are the CPU's")
 
 UPDATES = 50
+
+PROVED = """
+from types import SimpleNamespace as Names
+import torch
+from tinyllm_ray.train.proved import prove
+
+def trainer(step):
+    execution, packing = Names(sdpa_backend="math"), Names(models=1)
+    config = Names(execution=execution, packing=packing, packed_backward="at_once")
+    return Names(device=torch.device("cpu"), synchronize=lambda: None, config=config, step=step)
+
+ones = torch.ones(1, 1, 8, 8)
+for step in (lambda: torch.bmm(ones[0], torch.softmax(ones[0], -1)), lambda: None):
+    print(prove(trainer(step), None, 2)[0].line)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -291,6 +309,14 @@ class TestProof:
         assert Run(config, tiny_cache, tmp_path).execute() == 0
         assert read_json(tmp_path / "result.json")["promise"]["proof"] is None
         assert len(metrics_of(tmp_path)) == 4
+
+    def test_the_profiler_writes_nothing_of_its_own_and_says_why_where_it_saw_nothing(self) -> None:
+        clean = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
+        ended = subprocess.run([sys.executable, "-c", PROVED], env=clean, capture_output=True, text=True, check=True)
+        assert ended.stderr == ""
+        proved, nothing = ended.stdout.splitlines()
+        assert "attention on math" in proved
+        assert "no attention among 0 recorded kernels; KINETO_LOG_LEVEL=4 has the profiler say why" in nothing
 
     def test_a_resumed_session_proves_its_own(self, short: Config, tiny_cache: TokenCache, tmp_path: Path) -> None:
         from tinyllm_ray.train.checkpoints import find_checkpoint

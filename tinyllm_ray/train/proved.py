@@ -1,6 +1,7 @@
 """Which kernels a training runs, beside those that its study promised: seen once, in a few of its own updates."""
 
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,6 +14,10 @@ log = logging.getLogger(__name__)
 
 _PROFILED_UPDATES = 3
 _LIMIT_SECONDS = 1.0
+
+_PROFILERS_WORDS = "KINETO_LOG_LEVEL"
+_NONE_OF_THEM = "6"
+"""PyTorch 2.13's profiler writes lines on standard error where it starts and stops, at a level above its errors'."""
 
 _TELLING_SHARE = 0.05
 """Of an update's kernel time: a kind of kernel that takes less may come and go by an update's own."""
@@ -50,6 +55,7 @@ def prove(trainer: Trainer, promise: Promise | None, most_updates: int) -> tuple
         made.append(trainer.step())
         stepped = True
 
+    os.environ.setdefault(_PROFILERS_WORDS, _NONE_OF_THEM)  # read at a process's first profile
     try:
         updates = min(most_updates, _PROFILED_UPDATES)
         profile = record_kernels(step, trainer.synchronize, trainer.device, updates, _LIMIT_SECONDS)
@@ -69,6 +75,8 @@ def _compare(trainer: Trainer, promise: Promise | None, profile: KernelProfile) 
     seen = tuple(sorted(attention_backend(profile.kernels)))
     faults = [fault] if (fault := match(config.execution.sdpa_backend, profile.kernels)) else []
     times: dict[str, float] = {name: time for name, (time, _) in by_category(profile.kernels).items() if time}
+    if not profile.kernels:
+        faults.append(f"{_PROFILERS_WORDS}=4 has the profiler say why")
     if promise is not None:
         if promise.attention and seen != promise.attention:
             faults.append(f"attention ran on {_names(seen)}, and {_names(promise.attention)} was promised")
