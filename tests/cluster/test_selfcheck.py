@@ -328,7 +328,11 @@ def test_the_command_says_a_line_a_check_and_ends_with_3_where_one_fails(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--budget", "20"], "--budget: '20' is not a duration"),
+        (["--measure", "--budget", "20"], "--budget: '20' is not a duration"),
+        (["--bundle", "b.tar.gz"], "--bundle b.tar.gz: nothing is measured; add --measure, or leave --bundle out"),
+        (["--budget", "5m"], "--budget 5m: nothing is measured"),
+        (["--processes", "4"], "--processes 4: nothing is measured"),
+        (["--address", "head:6379"], "--address head:6379: nothing is measured"),
         (["--measure", "--processes", "1"], "--processes: 1 is not allowed; give 3 or more"),
         (["--measure", "--bundle", "/"], "--bundle: / is there already"),
         (["--measure", "--bundle", "nowhere/b.tar.gz"], "nowhere is no folder"),

@@ -40,6 +40,9 @@ measured; 128 and its number where a signal ended it: the bundle has what was me
 """
 
 
+_BUDGET, _PROCESSES = "20m", 6
+
+
 def add_selfcheck(parser: argparse.ArgumentParser) -> None:
     """Options of `selfcheck`."""
     parser.epilog = EPILOG
@@ -47,17 +50,22 @@ def add_selfcheck(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scratch", default="/tmp", metavar="DIR", help="as in the site's settings")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     parser.add_argument("--measure", action="store_true", help="measure as well")
-    parser.add_argument("--budget", default="20m", metavar="DURATION", help="for measuring (default: 20m)")
-    parser.add_argument("--processes", type=int, default=6, metavar="N", help="of the control a device (default: 6)")
-    parser.add_argument("--address", metavar="HOST:PORT", help="measure on this Ray cluster (default: RAY_ADDRESS)")
-    parser.add_argument("--bundle", metavar="PATH", help="a folder, or a file .tar.gz (default: selfcheck-HOST.tar.gz)")
+    measuring = parser.add_argument_group("with --measure")
+    measuring.add_argument("--budget", metavar="DURATION", help=f"for measuring (default: {_BUDGET})")
+    measuring.add_argument(
+        "--processes", type=int, metavar="N", help=f"of the control a device (default: {_PROCESSES})"
+    )
+    measuring.add_argument("--address", metavar="HOST:PORT", help="measure on this Ray cluster (default: RAY_ADDRESS)")
+    measuring.add_argument(
+        "--bundle", metavar="PATH", help="a folder, or a file .tar.gz (default: selfcheck-HOST.tar.gz)"
+    )
 
 
 def selfcheck(options: argparse.Namespace) -> int:
     """Check, measure where asked, say it; returns the exit status. Raises ConfigError for a mistake in the options."""
     from tinyllm_ray.cluster.selfcheck import worst
 
-    seconds = seconds_within_allocation(parse_duration(options.budget, "--budget"), os.environ)
+    seconds = seconds_within_allocation(parse_duration(options.budget or _BUDGET, "--budget"), os.environ)
     target = _target(options)
     checks = check(options)
     if not options.json:
@@ -91,9 +99,14 @@ def check(options: argparse.Namespace) -> "list[Check]":
 def _target(options: argparse.Namespace) -> Path | None:
     """Where the bundle goes; None without --measure. Raises ConfigError where it cannot go there."""
     if not options.measure:
+        for name in ("budget", "processes", "address", "bundle"):
+            if (value := getattr(options, name)) is not None:
+                raise ConfigError(f"--{name} {value}: nothing is measured; add --measure, or leave --{name} out")
         return None
     from tinyllm_ray.cluster.selfcheck_measure import LEAST_PROCESSES
 
+    if options.processes is None:
+        options.processes = _PROCESSES
     if options.processes < LEAST_PROCESSES:
         raise ConfigError(f"--processes: {options.processes} is not allowed; give {LEAST_PROCESSES} or more")
     path = Path(options.bundle or f"selfcheck-{socket.gethostname()}.tar.gz").absolute()
