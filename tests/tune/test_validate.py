@@ -12,6 +12,7 @@ from tinyllm_ray.clock import Deadline
 from tinyllm_ray.config import load
 from tinyllm_ray.data.cache import open_cache
 from tinyllm_ray.errors import EXIT_DONE, EXIT_NO_RESULT, ConfigError
+from tinyllm_ray.measure.gpu_sensors import uuid_of
 from tinyllm_ray.records import Fate, read_records
 from tinyllm_ray.search.noise import device_name
 from tinyllm_ray.search.pairs import CAUTIOUS_SPREAD
@@ -271,10 +272,18 @@ def test_a_decision_is_put_to_the_test_for_real(built_root: Path, tmp_path: Path
         (["nowhere.yaml"], "nowhere.yaml: no such file"),
         (["study", "--budget", "90"], "--budget: '90' is not a duration"),
         (["study", "--out", "study"], "there is something already"),
+        (["alone"], "the study has no other that could be faster"),
+        pytest.param(
+            ["recipe.yaml"],
+            "nothing to compare",
+            marks=pytest.mark.skipif(uuid_of("0") is not None, reason="where a study starts depends on what Ray finds"),
+        ),
     ],
 )
 def test_a_mistake_is_status_2(run_module: RunModule, tmp_path: Path, arguments: list[str], said: str) -> None:
     write_study(tmp_path / "study", faster_with_math)
+    records = write_study(tmp_path / "alone", slower_with_math)
+    replace_records(tmp_path / "alone", records[:1])
     done = run_module("tinyllm_ray.tune", "validate", *arguments, cwd=tmp_path)
     assert done.status == 2, done.output
     assert said in done.output.splitlines()[-1]

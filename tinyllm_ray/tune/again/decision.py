@@ -1,6 +1,6 @@
 """The decision that a configuration stands for, from the study's folder that it lies in or without one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +20,7 @@ from tinyllm_ray.tune.folder import TRIALS
 from tinyllm_ray.tune.request import Asked
 
 _NO_STUDY: Final = "no study beside it: the baseline is what a study would start from here"
+_NOTHING: Final = "the selected execution is what a study starts from here, and no other is known; nothing to compare"
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,31 @@ def read_decision(selected: Path, config: Config, device_kind: DeviceKind, cores
     records, summary, notes = study_beside(selected, config)
     if not records:
         return _without_study(config, device_kind, cores, notes)
+    question, more = _question(selected, config, records, summary)
+    searched = _searched(records)
+    protocol = Protocol.model_validate(summary.get("protocol") or searched[0].protocol or {})
+    space = _space(config, device_kind, cores, dict(question.baseline.execution), protocol)
+    return Decision(question, space, tuple(records), summary, (*notes, *more))
+
+
+def refuse_early(selected: Path, config: Config, kinds: Collection[DeviceKind], cores: int) -> None:
+    """Raises ConfigError where there is nothing to compare, whichever of `kinds` the devices are of.
+
+    `cores` are those of a trial. Without a study both decide, and nothing is known early where there are no `kinds`.
+    """
+    records, summary, _ = study_beside(selected, config)
+    if records:
+        _question(selected, config, records, summary)
+    elif kinds and all(_is_start(*_settled(config, kind, cores)) for kind in kinds):
+        raise ConfigError(_NOTHING)
+
+
+def _question(
+    selected: Path, config: Config, records: Sequence[TrialRecord], summary: Mapping[str, Any]
+) -> tuple[Question, list[str]]:
+    """What the study beside `selected` leaves to be asked, with a line on what is odd about it."""
     winner = identity(config.execution.model_dump(mode="json"))
-    searched = [record for record in records if record.purpose == "search"]
+    searched = _searched(records)
     told = summary.get("baseline")
     baseline = dict(told["execution"] if told else searched[0].execution)
     named = {record.execution_identity: record for record in searched}
@@ -61,16 +85,16 @@ def read_decision(selected: Path, config: Config, device_kind: DeviceKind, cores
         rival = fastest(rest)
         if rival is None:
             raise ConfigError(f"{selected}: the baseline is selected, and the study has no other that could be faster")
-        question = Question(_candidate(1, baseline, named), _candidate(2, rival.execution, named), "baseline")
-    else:
-        execution = config.execution.model_dump(mode="json")
-        question = Question(_candidate(1, baseline, named), _candidate(2, execution, named), _claim(summary, winner))
-        chosen = summary.get("selected")
-        if chosen is None or identity(chosen["execution"]) != winner:
-            notes.append("its execution is not what the study beside it selected")
-    protocol = Protocol.model_validate(summary.get("protocol") or searched[0].protocol or {})
-    space = _space(config, device_kind, cores, baseline, protocol)
-    return Decision(question, space, tuple(records), summary, tuple(notes))
+        return Question(_candidate(1, baseline, named), _candidate(2, rival.execution, named), "baseline"), []
+    execution = config.execution.model_dump(mode="json")
+    question = Question(_candidate(1, baseline, named), _candidate(2, execution, named), _claim(summary, winner))
+    chosen = summary.get("selected")
+    as_selected = chosen is not None and identity(chosen["execution"]) == winner
+    return question, [] if as_selected else ["its execution is not what the study beside it selected"]
+
+
+def _searched(records: Sequence[TrialRecord]) -> list[TrialRecord]:
+    return [record for record in records if record.purpose == "search"]
 
 
 def study_beside(selected: Path, config: Config) -> tuple[list[TrialRecord], dict[str, Any], list[str]]:
@@ -85,18 +109,25 @@ def study_beside(selected: Path, config: Config) -> tuple[list[TrialRecord], dic
 
 
 def _without_study(config: Config, device_kind: DeviceKind, cores: int, notes: Sequence[str]) -> Decision:
+    fitted, settled = _settled(config, device_kind, cores)
+    if _is_start(fitted, settled):
+        raise ConfigError(_NOTHING)
+    question = Question(make_candidate(1, fitted.baseline), make_candidate(2, settled), "faster")
+    return Decision(question, replace(fitted, name="validation"), (), {}, tuple(notes))
+
+
+def _settled(config: Config, device_kind: DeviceKind, cores: int) -> tuple[FittedSpace, dict[str, Any]]:
+    """What a study would try here, and the execution of `config` as it would run in it."""
     _, space, _ = Asked(config, None, {}).for_machine(device_kind)
     fitted = fit_space(space, config, device_kind, cores)
     # Settings left open are what they are in the baseline; null is a value of this one key.
     execution = config.execution.model_dump(mode="json")
     given = {key: value for key, value in execution.items() if value is not None or key == "packed_backward"}
-    settled = replace(fitted, factors={}, when={}).settle(given)
-    if settled == fitted.baseline:
-        raise ConfigError(
-            "the selected execution is what a study starts from here, and no other is known; nothing to compare"
-        )
-    question = Question(make_candidate(1, fitted.baseline), make_candidate(2, settled), "faster")
-    return Decision(question, replace(fitted, name="validation"), (), {}, tuple(notes))
+    return fitted, replace(fitted, factors={}, when={}).settle(given)
+
+
+def _is_start(fitted: FittedSpace, settled: Mapping[str, Any]) -> bool:
+    return settled == fitted.baseline
 
 
 def _candidate(number: int, execution: Mapping[str, Any], named: Mapping[str, TrialRecord]) -> Candidate:

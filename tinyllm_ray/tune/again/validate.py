@@ -17,15 +17,17 @@ from tinyllm_ray.cluster.gpu_models import refuse_mixture
 from tinyllm_ray.config import Config, load
 from tinyllm_ray.data.cache import open_cache
 from tinyllm_ray.errors import EXIT_DONE, EXIT_NO_RESULT, ConfigError
-from tinyllm_ray.measure.environment import devices
+from tinyllm_ray.measure.environment import devices, usable_cores
+from tinyllm_ray.measure.gpu_sensors import uuid_of
 from tinyllm_ray.records import SCHEMA_VERSION
+from tinyllm_ray.search.fitting import DeviceKind
 from tinyllm_ray.search.noise import Spread
 from tinyllm_ray.search.pairs import CAUTIOUS_SPREAD
 from tinyllm_ray.search.validation import Validation
 from tinyllm_ray.train.compile_cache import compile_cache_folder
 from tinyllm_ray.train.recipe import check_fits
 from tinyllm_ray.train.show import PipeConsole
-from tinyllm_ray.tune.again.decision import Decision, read_decision, study_beside
+from tinyllm_ray.tune.again.decision import Decision, read_decision, refuse_early, study_beside
 from tinyllm_ray.tune.again.recorded import held_to_kind_of, measured_on
 from tinyllm_ray.tune.again.request import ValidateRequest
 from tinyllm_ray.tune.driver import StudyDriver
@@ -51,10 +53,18 @@ def run(work: "Work") -> int:
     config = load(str(Path(request.selected).resolve()))
     if Path(request.out).exists():
         raise ConfigError(f"--out {request.out}: there is something already; name a folder that is not there yet")
+    refuse_early(Path(request.selected).resolve(), config, _kinds_here(request), usable_cores())
     if config.data.cache is not None:
         check_fits(config, open_cache(config.data.cache))
     compile_cache_folder()
     return _run_on_ray(request, config, work, deadline)
+
+
+def _kinds_here(request: ValidateRequest) -> tuple[DeviceKind, ...]:
+    """Of devices on which trials may run; none that are known before a cluster is joined."""
+    if request.address:
+        return ()
+    return ("cpu",) if uuid_of("0") is None else ("cuda", "cpu")
 
 
 def _run_on_ray(request: ValidateRequest, config: Config, work: "Work", deadline: Deadline) -> int:
