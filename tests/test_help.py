@@ -104,6 +104,25 @@ def test_help_shows_examples_that_parse(
                 main_of(job[1]).main(job[2:])
 
 
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_the_package_itself_lists_its_commands_a_line_each(arguments: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-m", "tinyllm_ray", *arguments], check=True, capture_output=True, text=True)
+    first, *lines = done.stdout.splitlines()
+    assert first == "commands, each with its own --help:"
+    assert {line.split()[2] for line in lines} == set(programs())
+    assert max(map(len, lines)) <= 80
+    assert done.stderr == ""
+
+
+def test_the_package_itself_runs_nothing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tinyllm_ray", "tune", "--budget", "1m"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: 'tune' is no command here; there is python -m tinyllm_ray.tune, .train, ")
+    assert done.stderr.count("\n") == 1
+
+
 def test_no_help_waits_for_what_takes_seconds_to_import() -> None:
     code = f"""
 import contextlib, importlib, sys
