@@ -1,12 +1,14 @@
 """Data sets through the `datasets` library: from local folders, as the hub's loading code reads them."""
 
 import json
+import sys
 
-import datasets
 import pytest
 
 from tinyllm_ray.data.sources import Meter, SourceOptions, open_source
 from tinyllm_ray.errors import ConfigError
+
+datasets = pytest.importorskip("datasets", reason="token caches may lie on a machine whose environment lacks it")
 
 ROWS = {"train": ["one", None, "three\r\n"], "validation": ["four"], "test": ["five"]}
 
@@ -122,3 +124,11 @@ def test_a_stream_that_breaks_is_one_line(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.IterableDataset.from_generator(rows))
     with pytest.raises(ConfigError, match="'owner/name' cannot be loaded: gone"):
         documents(open_one("owner/name", streaming=True))
+
+
+def test_without_the_library_it_is_named(folder, tmp_path, monkeypatch):
+    datasets.Dataset.from_dict({"text": ["one"]}).save_to_disk(tmp_path / "saved")
+    monkeypatch.setitem(sys.modules, "datasets", None)  # as find_spec and import have it where it is missing
+    for name in ("owner/name", tmp_path / "saved"):
+        with pytest.raises(ConfigError, match="takes the package datasets, which is not installed: pip install data"):
+            open_one(name)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pickle
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -261,6 +262,15 @@ def test_two_trainings_give_equal_files(tokenizer, tmp_path):
     assert train_tokenizer(TEXTS * 3, 300, tmp_path).fingerprint == tokenizer.fingerprint
     assert files(tmp_path) == files(tokenizer.folder)
     assert tokenizer.vocab_size == 300
+
+
+def test_a_tokenizers_library_that_is_missing_is_named(tmp_path, monkeypatch):
+    for missing in ("tokenizers", "transformers"):
+        monkeypatch.setitem(sys.modules, missing, None)  # as find_spec and import have it where it is missing
+    with pytest.raises(ConfigError, match="--tokenizer bpe:300 takes the package tokenizers, which is not installed"):
+        train_tokenizer(TEXTS, 300, tmp_path)
+    with pytest.raises(ConfigError, match="--tokenizer owner/name takes the package transformers, which is not inst"):
+        take_tokenizer("owner/name", None, tmp_path)
 
 
 def test_tokenizers_that_cannot_serve_are_refused(tmp_path):

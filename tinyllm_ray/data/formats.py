@@ -10,6 +10,7 @@ from typing import Any, Final
 from tinyllm_ray.data.documents import LARGEST_DOCUMENT_BYTES, check_length, cut_long, too_long
 from tinyllm_ray.data.textfiles import COMPRESSIONS, Advance, lines_of, text_blocks
 from tinyllm_ray.errors import ConfigError
+from tinyllm_ray.modules import require
 
 _LONGEST_LINE_BYTES: Final = 2 * LARGEST_DOCUMENT_BYTES
 """Of a JSON Lines file: what 64 MB of any script but Latin take when every character is escaped."""
@@ -217,6 +218,7 @@ def _read_csv(path: Path, reading: Reading, advance: Advance) -> Iterator[bytes]
 
 
 def _read_parquet(path: Path, reading: Reading, advance: Advance) -> Iterator[bytes]:
+    require("pyarrow", "a .parquet file")
     import pyarrow
     from pyarrow import parquet
 

@@ -8,10 +8,12 @@ from tinyllm_ray.data.documents import Document, check_length, split_by_hash
 from tinyllm_ray.data.formats import missing_column, row_text
 from tinyllm_ray.data.sources import Meter, Source, SourceOptions
 from tinyllm_ray.errors import ConfigError
+from tinyllm_ray.modules import require
 
 
 def open_hub(name: str, options: SourceOptions) -> Source:
     """The data set `name`. Raises ConfigError where it cannot be reached or lacks the config, split or column."""
+    require("datasets", f"the data set {name!r}")
     import datasets
 
     def load(split: str) -> Any:
@@ -30,6 +32,7 @@ def open_hub(name: str, options: SourceOptions) -> Source:
 
 def open_saved(folder: Path, options: SourceOptions) -> Source:
     """What `save_to_disk` wrote into `folder`: a data set of one split, or of several."""
+    require("datasets", f"the data set {str(folder)!r}")
     import datasets
 
     with _Explained(str(folder)):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, Any, Final, NoReturn
 
 from tinyllm_ray.errors import ConfigError
+from tinyllm_ray.modules import require
 
 BLOCK_BYTES: Final = 2**20
 _BOM: Final = b"\xef\xbb\xbf"
@@ -56,7 +57,8 @@ def _unpack(raw: IO[bytes], kind: str | None) -> Any:
     if kind == ".xz":
         return lzma.LZMAFile(raw)
     if kind == ".zst":
-        # pyarrow comes with datasets; Python's own module begins with 3.14.
+        # Python's own module begins with 3.14.
+        require("pyarrow", f"a {kind} file")
         import pyarrow
 
         return pyarrow.CompressedInputStream(pyarrow.PythonFile(raw), "zstd")

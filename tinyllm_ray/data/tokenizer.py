@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.journal import write_atomically
+from tinyllm_ray.modules import require
 
 END_OF_TEXT: Final = "<|endoftext|>"
 TOKENIZER_FILE: Final = "tokenizer.json"
@@ -42,6 +43,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> Save
     AutoTokenizer loads the folder. Equal texts give equal files. Raises ConfigError for a vocabulary that cannot hold
     all bytes, or that no memory holds.
     """
+    require("tokenizers", f"--tokenizer bpe:{vocab_size}")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if vocab_size < SMALLEST_VOCABULARY:
@@ -64,6 +66,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> Save
 
 def take_tokenizer(name: str, revision: str | None, folder: Path) -> SavedTokenizer:
     """Save in `folder` what AutoTokenizer loads for `name`. Raises ConfigError where it cannot serve."""
+    require("transformers", f"--tokenizer {name}")
     from transformers import AutoTokenizer
 
     try:
