@@ -179,6 +179,7 @@ class TestDominated:
 
     def test_a_single_window_is_believed_only_far_below(self) -> None:
         assert why_dominated([95.0], Bar(100.0)) is None
+        assert why_dominated([89.0], Bar(99.0)) == "at most 98.9 targets/s after 1 window, 99.0 are to beat"
         assert why_dominated([80.0], Bar(100.0)) == "at most 89 targets/s after 1 window, 100 are to beat"
         assert why_dominated([95.0, 95.0], Bar(100.0)) is not None
 

@@ -106,6 +106,7 @@ class TestMismatch:
         [
             (comparison(loss=1.0099, gradient=0.1, w=0.5), None),
             (comparison(loss=1.02), "the loss differs by 0.02 of the reference's, more than 0.01"),
+            (comparison(loss=1.01004), "the loss differs by 0.01004 of the reference's, more than 0.01"),
             (comparison(loss=math.nan), "the loss differs by nan of the reference's, more than 0.01"),
             (comparison(gradient=0.2), "the gradient differs by 0.2 of the reference's, more than 0.1"),
             (comparison(v=0.1, w=0.6), "the gradient of w differs by 0.6 of the reference's, more than 0.5"),

@@ -183,6 +183,20 @@ def test_two_figures_are_compared_with_the_noise_of_the_study(factor: float, wor
     assert 0.005 < found.noise < 0.05
 
 
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (Difference(0.9888, 0.0108), "1.12% slower: more than the noise (1.07%)"),
+        (Difference(1.0112, 0.0108), "1.12% faster: more than the noise (1.08%)"),
+        # 1/1.1 of the first one's speed is as far off as 1.1 times that.
+        (Difference(0.905, 0.1), "9.5% slower: more than the noise (9.1%)"),
+        (Difference(0.915, 0.1), "8.5% slower: within the noise (9.1%)"),
+    ],
+)
+def test_a_difference_and_the_noise_it_exceeds_never_look_alike(found: Difference, words: str) -> None:
+    assert str(found) == words
+
+
 def test_a_repeat_far_off_does_not_make_the_noise_it_is_judged_by() -> None:
     near, far = (
         difference(SEARCHED[0], record(make_candidate(1, SEARCHED[0].execution), rates=rates), SEARCHED)

@@ -13,6 +13,7 @@ from pathlib import Path
 from tinyllm_ray.cluster.stage_files import Entry, entries
 from tinyllm_ray.cluster.stage_pack import key_of, make_pack, newest
 from tinyllm_ray.cluster.stage_place import COMPILED, ENVIRONMENT, TOKENS
+from tinyllm_ray.figures import told_apart
 
 MOST_BYTES = 8 * 2**30
 """Of tokens, and of compiled code: what is larger is read where it lies (C4's 46 GB, of which a study reads little)."""
@@ -85,7 +86,7 @@ def pack_tokens(packs: Path, command: Sequence[str]) -> Path | str:
     files = entries(folder, cache.identity)
     size = sum(entry.size for entry in files)
     if size > MOST_BYTES:
-        return f"{folder} has {size / 2**30:.0f} GiB, over {MOST_BYTES / 2**30:.0f}; it is read where it lies"
+        return f"{_too_large(folder, size)}; it is read where it lies"
     return make_pack(packs, TOKENS, key_of(files), files, identity=cache.identity)
 
 
@@ -119,8 +120,13 @@ def collect_compiled(packs: Path, root: Path) -> Path | str:
     files = entries(root, leave_out=lambda name: name == "bytecode" or name.endswith(".lock"))
     size = sum(entry.size for entry in files)
     if not files or size > MOST_BYTES:
-        return f"{root} has {size / 2**30:.0f} GiB, over {MOST_BYTES / 2**30:.0f}" if files else ""
+        return _too_large(root, size) if files else ""
     return make_pack(packs, COMPILED, key_of(files), files, root=str(root))
+
+
+def _too_large(folder: Path, size: int) -> str:
+    has, most = told_apart(".0f", size / 2**30, MOST_BYTES / 2**30)
+    return f"{folder} has {has} GiB, over {most}"
 
 
 def _kept() -> Path:

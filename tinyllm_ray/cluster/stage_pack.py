@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 from tinyllm_ray.cluster.stage_bytecode import compiled
 from tinyllm_ray.cluster.stage_files import Entry
 from tinyllm_ray.errors import TinyllmRayError
+from tinyllm_ray.figures import told_apart
 
 MANIFEST = "manifest.json"
 _FORMAT = 2
@@ -103,7 +104,8 @@ def unpack(pack: Path, target: Path) -> dict[str, Any]:
     target.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(target.parent).free
     if free < needed:
-        raise OSError(f"{needed / 2**30:.1f} GiB are needed in {target.parent}, and {free / 2**30:.1f} are free")
+        wanted, there = told_apart(".1f", needed / 2**30, free / 2**30)
+        raise OSError(f"{wanted} GiB are needed in {target.parent}, and {there} are free")
     target.mkdir(mode=0o700)
     try:
         for folder in manifest["folders"]:  # first, as two parts that make the same one are in each other's way

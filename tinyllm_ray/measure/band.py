@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
+from tinyllm_ray.figures import told_apart
 from tinyllm_ray.records import TrajectoryPoint
 
 CHECKED_UPDATES = (20, 60, 120)
@@ -140,8 +141,10 @@ def within_band(trajectory: Trajectory, band: Band) -> str | None:
             value = getattr(points[update], quantity)
             if value is None or not interval.low <= value <= interval.high:
                 name = quantity.replace("grad_norm", "gradient norm")
-                shown = "is not finite" if value is None else f"{value:.6g} is outside"
-                return f"update {update}: {name} {shown}, equal runs lie in {interval.low:.6g} to {interval.high:.6g}"
+                ends = (interval.low, interval.high)
+                low, high, *own = told_apart(".6g", *ends, *([] if value is None else [value]))
+                shown = f"{own[0]} is outside" if own else "is not finite"
+                return f"update {update}: {name} {shown}, equal runs lie in {low} to {high}"
     return None
 
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tinyllm_ray.figures import told_apart
 from tinyllm_ray.measure.bounds import PROCESS_SPREAD, UNKNOWN_NOISE, WindowNoise, throughput_bounds, window_error
 from tinyllm_ray.protocol import Protocol
 
@@ -68,7 +69,8 @@ def why_dominated(rates: Sequence[float], bar: Bar) -> str | None:
         high = max(high, rates[0] / (1 - SINGLE_WINDOW_MARGIN))
     if high >= beat:
         return None
-    return f"at most {high:,.0f} targets/s after {len(rates)} window{'s' * (len(rates) > 1)}, {beat:,.0f} are to beat"
+    most, least = told_apart(",.0f", high, beat)
+    return f"at most {most} targets/s after {len(rates)} window{'s' * (len(rates) > 1)}, {least} are to beat"
 
 
 def is_enough(rates: Sequence[float], updates: int, seconds: float, bar: Bar, protocol: Protocol) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tinyllm_ray.figures import told_apart
 from tinyllm_ray.records import Parity
 
 Visit = Callable[[str, torch.Tensor], None]
@@ -69,7 +70,8 @@ class Comparison:
         )
         for what, error, limit in checks:
             if not error <= limit:  # so that what is not a number is refused
-                return f"{what} differs by {error:.2g} of the reference's, more than {limit:.2g}"
+                shown, most = told_apart(".2g", error, limit)
+                return f"{what} differs by {shown} of the reference's, more than {most}"
         return None
 
     def record(self, updates: int, targets: int) -> Parity:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from tinyllm_ray.figures import told_apart
 from tinyllm_ray.measure.need import Bar
 from tinyllm_ray.records import Fate, TrialRecord
 from tinyllm_ray.search.answers import CandidateStatus, Finished, Trial, Wait, again, running_status
@@ -122,8 +123,11 @@ class Difference:
         return abs(math.log(self.ratio)) <= math.log1p(self.noise)
 
     def __str__(self) -> str:
-        change = f"{abs(self.ratio - 1):.1%} {'slower' if self.ratio < 1 else 'faster'}"
-        return f"{change}: {'within' if self.within_noise else 'more than'} the noise ({self.noise:.1%})"
+        slower = self.ratio < 1
+        noise = self.noise / (1 + self.noise) if slower else self.noise  # of the first one's speed, as the change is
+        change, most = told_apart(".1%", abs(self.ratio - 1), noise)
+        how = "within" if self.within_noise else "more than"
+        return f"{change} {'slower' if slower else 'faster'}: {how} the noise ({most})"
 
 
 def difference(before: TrialRecord, after: TrialRecord, records: Iterable[TrialRecord]) -> Difference | None:

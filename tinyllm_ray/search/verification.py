@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from tinyllm_ray.figures import told_apart
 from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.records import Fate, TrialRecord
 from tinyllm_ray.search.finalists import SUSTAINED_SECONDS, Predict, first_complete
@@ -232,9 +233,8 @@ class Verification:
         later = 1 + sum(not one.sustained for one in self._rounds) - LEAST_PAIRS
         costs = later * self._round_seconds(names, protocol)
         if worth < costs:
-            return Done(
-                f"what is open is worth {worth:.0f} s of the planned trainings, telling it {costs:.0f} s or more"
-            )
+            left, takes = told_apart(".0f", worth, costs)
+            return Done(f"what is open is worth {left} s of the planned trainings, telling it {takes} s or more")
         return self._round(names, protocol)
 
     def _too_long(self, members: list[str]) -> Done:
