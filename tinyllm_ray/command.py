@@ -17,6 +17,8 @@ from tinyllm_ray.errors import EXIT_SIGINT, EXIT_USER, TinyllmRayError
 from tinyllm_ray.help_text import HelpFormatter
 from tinyllm_ray.paths import shown, unusable
 
+_EMPTY = "'' is no value, and what a variable of the shell gives that is not set"
+
 
 class Parser(argparse.ArgumentParser):
     """argparse without the usage before an error, and with help that fits the terminal."""
@@ -25,15 +27,23 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=prog, description=description, epilog=epilog, formatter_class=HelpFormatter)
         # What begins with a minus and a digit is a value, so that `--budget -5m` is answered for what it is.
         self._negative_number_matcher = re.compile(r"-\d")
+        self.register("type", Path, _named)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """argparse's, which ends where a value is a path that no file system takes."""
+        """argparse's, which ends where a value is empty, or a path that no file system takes."""
         options = super().parse_args(args, namespace)
         for name, value in vars(options).items():
+            if "" in (value if isinstance(value, list) else [value]) and not self._may_be_empty(name):
+                self.error(f"{self._shown(name)}: {_EMPTY}")
             for one in value if isinstance(value, list) else [value]:
                 if isinstance(one, str | Path) and (why := unusable(one)):
                     self.error(f"{self._shown(name)} {shown(one)}: {why}")
         return options
+
+    def _may_be_empty(self, name: str) -> bool:
+        """Whether that is the option left out or standing alone, or it holds the words of another program."""
+        actions = [action for parser in self._all() for action in parser._actions if action.dest == name]
+        return any("" in (one.default, one.const) or one.nargs == argparse.REMAINDER for one in actions)
 
     def _shown(self, name: str) -> str:
         """An option as it is written; what stands without a name by the name it has in the help."""
@@ -48,6 +58,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USER, f"error: {message}; see {self.prog} --help\n")
+
+
+def _named(text: str) -> Path:
+    """The path `text`; an empty one is no name of the folder one is in."""
+    if not text:
+        raise argparse.ArgumentTypeError(_EMPTY)
+    return Path(text)
 
 
 def examples_of(epilog: str, command: str) -> str:
