@@ -6,6 +6,7 @@ Standard library only: the supervisor's command line imports this module.
 import argparse
 import contextlib
 import errno
+import io
 import os
 import re
 import sys
@@ -105,7 +106,12 @@ def note(line: str, stream: TextIO | None = None) -> None:
 
 
 def exit_status(command: Callable[[], int]) -> int:
-    """What `command` returns; for an error meant for the user, its line on standard error and its status."""
+    """What `command` returns; for an error meant for the user, its line on standard error and its status.
+
+    What the encoding of standard output lacks is written there as on standard error: a name's `ü` as `\\xfc`.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return command()
     except KeyboardInterrupt:
