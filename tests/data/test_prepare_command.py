@@ -420,3 +420,25 @@ def test_a_mistake_leaves_nothing_so_that_the_corrected_command_runs(corpus, tmp
     assert out.exists() == there_before
     assert not there_before or list(out.iterdir()) == []
     assert run(*arguments(corpus, out), capsys=capsys)[0] == 0
+
+
+@pytest.mark.parametrize("command", [["info", "--rows", "5"], ["verify"]])
+def test_a_reader_that_is_gone_is_no_fault(whole, command):
+    """As `| head` is after its lines."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "wb") as gone:
+        program = [sys.executable, "-m", "tinyllm_ray.data", *command, str(whole)]
+        done = subprocess.run(program, stdout=gone, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+
+
+def test_a_preparation_whose_progress_nobody_reads_goes_on(corpus, whole, tmp_path):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "wb") as gone:
+        program = [sys.executable, "-m", "tinyllm_ray.data", *arguments(corpus, tmp_path / "cache", "--workers", 1)]
+        done = subprocess.run(program, stdout=gone, stderr=gone, check=False)
+    assert done.returncode == 0
+    assert files(tmp_path / "cache") == files(whole)

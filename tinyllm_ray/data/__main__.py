@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
-from tinyllm_ray.command import exit_status
+from tinyllm_ray.command import exit_status, say
 from tinyllm_ray.data.options import build_parser, request_of
 from tinyllm_ray.errors import EXIT_BUG, EXIT_DONE, ConfigError
 from tinyllm_ray.measure.environment import usable_cores
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
             return exit_status(lambda: commands[options.command](options))
     except Stopped as stopped:
         again = "; the same command goes on from here" if options.command == "prepare" else ""
-        print(f"stopped by {signal.Signals(stopped.args[0]).name}{again}", file=sys.stderr)
+        say(f"stopped by {signal.Signals(stopped.args[0]).name}{again}", sys.stderr)
         return stopped.exit_status
 
 
@@ -66,7 +66,7 @@ def _prepare(options: argparse.Namespace) -> int:
         cache, there = prepare(request, options.out, map_batches=map_batches, report=report)
     tokens = ", ".join(f"{totals.tokens:,} {split}" for split, totals in cache.manifest.splits.items())
     said = "holds this cache already" if there else "is done"
-    print(f"{options.out} {said}: {tokens} tokens, identity {cache.identity[:16]}")
+    say(f"{options.out} {said}: {tokens} tokens, identity {cache.identity[:16]}")
     return EXIT_DONE
 
 
@@ -93,11 +93,11 @@ def _verify(options: argparse.Namespace) -> int:
     with reporter(f"reading {options.cache}") as report:
         faults = verify(options.cache, options.workers or usable_cores(), report)
     for fault in faults:
-        print(fault)
+        say(str(fault))
     if faults:
-        print(f"{options.cache}: {len(faults):,} files are wrong; prepare the cache again, or copy those files again")
+        say(f"{options.cache}: {len(faults):,} files are wrong; prepare the cache again, or copy those files again")
         return EXIT_BUG
-    print(f"{options.cache}: every file is what the manifest says")
+    say(f"{options.cache}: every file is what the manifest says")
     return EXIT_DONE
 
 
@@ -106,7 +106,7 @@ def _info(options: argparse.Namespace) -> int:
     from tinyllm_ray.data.describe import describe
 
     for line in describe(open_cache(options.cache), options.rows):
-        print(line)
+        say(line)
     return EXIT_DONE
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Final, Protocol
 
 from tinyllm_ray.clock import Clock, format_duration
+from tinyllm_ray.command import note
 
 _SECONDS_A_LINE: Final = 10.0
 
@@ -41,11 +42,11 @@ def _lines(title: str, clock: Clock) -> Report:
         now = clock()
         if stage not in began:
             began[stage] = now, done
-            print(f"{title}: {stage}", file=sys.stderr, flush=True)
+            note(f"{title}: {stage}", sys.stderr)
         elif now - said < _SECONDS_A_LINE:
             return
         else:
-            print(f"{title}: {stage}: {_describe(now, done, total, detail, began[stage])}", file=sys.stderr, flush=True)
+            note(f"{title}: {stage}: {_describe(now, done, total, detail, began[stage])}", sys.stderr)
         said = now
 
     return report
