@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from fakes import FakeClock
+from full_disk import full_disk
 from rich.console import Console
 
 from tinyllm_ray.clock import Deadline
@@ -115,6 +116,24 @@ def test_the_verdict_is_told_once_the_last_report_stands_and_not_with_the_proces
     assert running.session.close("SIGTERM", interrupted=True) == 0
     assert running.verdicts() == [], "it ends once"
     assert running.decided == [True], "and is kept for others once, after its last report"
+
+
+def test_a_report_that_is_older_than_what_is_said_of_the_study_is_named_last(running: Running) -> None:
+    running.measure(running.driver.ask(), took_seconds=20)
+    with full_disk():
+        assert running.session.close("space exhausted") == 0
+    failed, *_, last = (line for line in running.said.getvalue().splitlines() if line.startswith(str(running.out)))
+    assert failed == f"{running.out}: the report cannot be written: File too large"
+    assert last == running.said.getvalue().splitlines()[-1]
+    assert last == f"{running.out}: what is there is older than this; make room and run it again, a study with --resume"
+
+
+def test_a_report_that_stands_is_not_named_as_older(running: Running) -> None:
+    with full_disk():
+        running.measure(running.driver.ask(), took_seconds=20)
+    assert running.session.close("space exhausted") == 0
+    assert "the report cannot be written" in running.said.getvalue()
+    assert "older" not in running.said.getvalue()
 
 
 def test_a_budget_for_nothing_but_the_baseline_has_the_baseline_for_its_answer(running: Running) -> None:

@@ -64,9 +64,12 @@ class Session:
             if self._status is None:
                 self._driver.stop(ended, interrupted=interrupted)
                 self._shown.close()
-                self._write_report()
+                stands = self._write_report()
                 for line in self._report.closing_lines(self._driver):
                     say(self._console, line)
+                if not stands:
+                    again = "make room and run it again, a study with --resume"
+                    say(self._console, f"{self._report.out}: what is there is older than this; {again}")
                 self._decide()
                 self._status = self._report.exit_status(self._driver)
                 # From here on nothing counts but the end: a Ray that does not shut down costs DONE_SECONDS at most.
@@ -87,11 +90,13 @@ class Session:
             self._channel.send("standing", exit_status=EXIT_DONE)
         self._display.show(row)
 
-    def _write_report(self) -> None:
-        """A folder that cannot be written costs the report, not the study: the records are kept elsewhere first."""
+    def _write_report(self) -> bool:
+        """Whether it stands: a folder that cannot be written costs the report, not the records, kept elsewhere."""
         try:
             self._report.write(self._driver)
+            return True
         except OSError as error:
             if not self._report_failed:
                 say(self._console, f"{self._report.out}: the report cannot be written: {error.strerror}")
             self._report_failed = True
+            return False
