@@ -264,8 +264,8 @@ def _read(source: str | Path) -> tuple[dict[str, Any], str]:
     if isinstance(source, str) and source in preset_names():
         return _read_preset(source), f"preset {source}"
     path = Path(source)
-    if path.suffix not in {".yaml", ".yml"} and not path.exists():
-        raise ConfigError(f"{source!r} is neither a preset ({', '.join(preset_names())}) nor a YAML file")
+    if path.is_dir() or (path.suffix not in {".yaml", ".yml"} and not path.exists()):
+        raise ConfigError(f"{str(source)!r} is neither a preset ({', '.join(preset_names())}) nor a YAML file")
     values = read_mapping(path)
     base = values.pop("preset", None)
     if base is None:

@@ -10,6 +10,7 @@ from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.search.fitting import fit_space
 from tinyllm_ray.search.objective import Objective
 from tinyllm_ray.search.space import load_space
+from tinyllm_ray.tune import Tuner
 from tinyllm_ray.tune.request import StudyRequest, check_request
 
 PACK = ["packing.models=2", "packing.topology=complete", "packing.scheme=awc"]
@@ -90,3 +91,24 @@ def test_a_decision_file_that_cannot_be_written_is_said_before_the_study(tmp_pat
         choose("cpu", recipe="nano", decisions=[tmp_path / "file" / "below" / "d.yaml"])
     choose("cpu", recipe="nano", decisions=[tmp_path / "folder" / "below" / "d.yaml"])
     assert not (tmp_path / "folder").exists()
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"objective": "speed"}, "the request: objective: 'speed' is not allowed"),
+        ({"search_windows": "many"}, "the request: search_windows: 'many' is not allowed"),
+        ({"runs": "few"}, "the request: runs: 'few' is not allowed"),
+        ({"overrides": [3]}, "the request: overrides.0: 3 is not allowed"),
+        ({"preset": ""}, "'' is neither a preset"),
+        ({"preset": None, "config": ""}, "'' is neither a preset"),
+        ({"preset": None, "config": Path("/")}, "'/' is neither a preset"),
+        ({"space": ""}, "'' is neither a shipped space"),
+        ({"out": ""}, "out: '' names no folder"),
+    ],
+)
+def test_what_python_asks_for_amiss_is_one_line(asked: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Tuner(**{"budget": "1m", "out": tmp_path / "study", "preset": "nano", **asked})
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)

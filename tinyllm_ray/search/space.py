@@ -89,7 +89,7 @@ def load_space(name_or_path: str | Path) -> Space:
         values = parse_yaml(shipped[name_or_path].read_text(encoding="utf-8"), source)
         return parse_space({"name": name_or_path, **values}, source)
     path = Path(name_or_path)
-    if not path.exists():
+    if path.is_dir() or not path.exists():
         names = ", ".join(sorted(shipped)) or "none"
         raise ConfigError(f"{str(name_or_path)!r} is neither a shipped space ({names}) nor a YAML file that exists")
     return parse_space({"name": path.stem, **read_mapping(path)}, str(path))

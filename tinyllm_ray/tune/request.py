@@ -70,6 +70,14 @@ class StudyRequest(BaseModel):
         return Objective(self.objective, float(config.token_budget) * apart, self.runs)
 
 
+def request_of(**values: Any) -> StudyRequest:
+    """A request of these values, of whatever type they are. Raises ConfigError naming the one that is not allowed."""
+    try:
+        return StudyRequest(**values)
+    except ValidationError as error:
+        raise ConfigError(explain(error, StudyRequest, "the request")) from None
+
+
 @dataclass(frozen=True)
 class Asked:
     """A request whose parts are sound by themselves; a part left open waits for the machine."""

@@ -28,7 +28,7 @@ from tinyllm_ray.tune.channel import STUDY_COMMAND
 from tinyllm_ray.tune.folder import SELECTED, TRIALS
 from tinyllm_ray.tune.page.maker import bring_up_to_date
 from tinyllm_ray.tune.preset_names import study_folders
-from tinyllm_ray.tune.request import PLANNED_RUNS, StudyRequest, check_request
+from tinyllm_ray.tune.request import PLANNED_RUNS, StudyRequest, check_request, request_of
 from tinyllm_ray.tune.several_folder import read_whole, refuse_several
 from tinyllm_ray.tune.supervisor import supervise
 
@@ -161,15 +161,17 @@ class Tuner:
             raise ConfigError("preset and config both name a recipe; give one of them")
         if isinstance(overrides, str):
             raise ConfigError(f"overrides: {overrides!r} is one text; give a list, like [{overrides!r}]")
+        if not str(out):
+            raise ConfigError("out: '' names no folder; give one, like \"studies/20m\"")
         seconds = parse_duration(budget, "budget")
-        self.request = StudyRequest(
+        self.request = request_of(
             budget=budget,
             budget_seconds=seconds,
             total_seconds=seconds,
             age_seconds=0.0,
-            recipe=config.model_dump(mode="json") if isinstance(config, Config) else str(config) if config else preset,
+            recipe=preset if config is None else _plain(config),
             overrides=list(overrides),
-            space=space.model_dump(mode="json") if isinstance(space, Space) else str(space) if space else None,
+            space=None if space is None else _plain(space),
             protocol=protocol or {},
             search_windows=search_windows,
             objective=objective,
@@ -180,7 +182,7 @@ class Tuner:
             address=address or os.environ.get("RAY_ADDRESS") or None,
             by_device=by_device,
             callbacks=None if callbacks is None else _packed(callbacks),
-            decisions=[Path(decisions)] if decisions else [],
+            decisions=[] if decisions is None else [Path(decisions)],
         )
         check_request(self.request)
 
@@ -242,6 +244,11 @@ def _fit(request: StudyRequest) -> None:
     if outcome.exit_status == EXIT_SIGINT:
         raise KeyboardInterrupt(message)
     raise TinyllmRayError(message)
+
+
+def _plain(given: Config | Space | str | Path) -> dict[str, Any] | str:
+    """As a request has it: the values of what is whole, the name of what is to be read."""
+    return given.model_dump(mode="json") if isinstance(given, Config | Space) else str(given)
 
 
 def _packed(callbacks: Sequence[Any]) -> dict[str, Any]:
