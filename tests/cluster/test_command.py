@@ -72,6 +72,36 @@ def test_a_mistake_is_one_line_and_status_two(
     assert printed.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ([*TUNE[1:], "--nonsense"], "unrecognized arguments: --nonsense; see python -m tinyllm_ray.tune --help"),
+        ([*TUNE[1:], "--out"], "argument --out: expected one argument; see python -m tinyllm_ray.tune --help"),
+        (["train", "--config", "nano"], "the following arguments are required: --out; see python -m tinyllm_ray.train"),
+        (["data", "prepare"], "the following arguments are required: --out; see python -m tinyllm_ray.data prepare"),
+        (["selfcheck", "--mesure"], "unrecognized arguments: --mesure; see python -m tinyllm_ray.cluster"),
+    ],
+)
+def test_options_that_the_command_does_not_take_are_said_before_the_queue(
+    command: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["submit", "--dry-run", "--", *command])
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"error: {said}")
+    assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [["tune", "report", "studies/20m"], ["train", "evaluate", "runs/20m", "--subset"]])
+def test_commands_beside_a_programs_own_are_submitted_with_their_own_options(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["submit", "--dry-run", "--", *command]) == 0
+    assert f"set -- {' '.join(command)}\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("arguments", [["submit", *TUNE], ["status"], ["status", "1"], ["logs", "1"], ["cancel", "1"]])
 def test_where_there_is_no_slurm_it_says_so(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]

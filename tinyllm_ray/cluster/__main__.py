@@ -15,7 +15,10 @@ from tinyllm_ray.cluster.account_command import account_command
 from tinyllm_ray.cluster.selfcheck_command import add_selfcheck, selfcheck
 from tinyllm_ray.cluster.submit import add_options, script_of
 from tinyllm_ray.command import Parser, examples_of, exit_status, say
+from tinyllm_ray.data.options import build_parser as data_parser
 from tinyllm_ray.errors import EXIT_DONE, ConfigError
+from tinyllm_ray.train.options import build_parser as training_parser
+from tinyllm_ray.tune.options import build_parser as study_parser
 
 _EPILOG = """examples:
   python -m tinyllm_ray.cluster submit --nodes 4 --gpus-per-node 4 --time 1:00:00 --account proj42 -- tune --budget 45m
@@ -95,6 +98,7 @@ def build_parser() -> Parser:
 
 def _submit(options: argparse.Namespace) -> None:
     script = script_of(options)
+    _check_options(options.words)
     if options.dry_run:
         say(script.rstrip("\n"))
         return
@@ -102,6 +106,16 @@ def _submit(options: argparse.Namespace) -> None:
     say(f"job {number}, log {Path.cwd() / f'tinyllm-{number}.log'}")
     say(f"watch: python -m tinyllm_ray.cluster logs {number} --follow")
     say(f"also:  status {number}, dashboard {number}, cancel {number}")
+
+
+def _check_options(words: list[str]) -> None:
+    """End as the command itself would for options that it does not take; the job would say so after the queue."""
+    parsers = {"tune": study_parser, "train": training_parser, "data": data_parser, "selfcheck": build_parser}
+    name, *arguments = words[1:] if words[0] == "--" else words
+    if name in ("tune", "train") and arguments and not arguments[0].startswith("-"):
+        return  # a command beside the program's own, such as `tune report`, has options of its own
+    if name in parsers:
+        parsers[name]().parse_args([name, *arguments] if name == "selfcheck" else arguments)
 
 
 def _status(options: argparse.Namespace) -> None:

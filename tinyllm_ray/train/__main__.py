@@ -8,49 +8,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tinyllm_ray.command import Parser, exit_status, run_command, say
+from tinyllm_ray.command import exit_status, run_command, say
 from tinyllm_ray.errors import EXIT_DONE, ConfigError
 from tinyllm_ray.train.convert import export_command, import_command
 from tinyllm_ray.train.evaluate_command import evaluate_command
 from tinyllm_ray.train.folder import begin_log, bring_curves, has_begun, leave_before_start, prepare_folder, read_result
 from tinyllm_ray.train.interruption import Interruption
+from tinyllm_ray.train.options import build_parser
 from tinyllm_ray.train.stages import Stages, process_age_seconds
 
 if TYPE_CHECKING:  # imported where they are used: signals are heard, and mistakes said, before PyTorch is there
     from tinyllm_ray.config import Config
     from tinyllm_ray.data.cache import TokenCache
     from tinyllm_ray.train.checkpoint import Checkpoint
-
-_EPILOG = """commands beside training, each with its own --help:
-  python -m tinyllm_ray.train evaluate RUN
-      loss of a run's or checkpoint's weights on a split
-  python -m tinyllm_ray.train export RUN
-      a Hugging Face folder of them
-  python -m tinyllm_ray.train import FOLDER
-      a checkpoint of a Hugging Face folder
-  python -m tinyllm_ray.train report RUN
-      a page of a run's curves, throughput and start
-
-examples:
-  python -m tinyllm_ray.train --config nano --out runs/first
-      two CPU cores train the smallest preset in minutes
-  python -m tinyllm_ray.train --config OUT/selected.yaml --out runs/tuned
-      the recipe under the execution that the tuner selected, started with what the study compiled; kernels, throughput
-      and seconds are compared with what it promised, and result.json has both
-  python -m tinyllm_ray.train --config 50m --decisions studies/all/decisions.yaml --out runs/50m
-      a preset under the execution that was found for its shape on this kind of device
-  python -m tinyllm_ray.train --config 20m --set training.max_updates=100 --out runs/short
-      a preset with settings changed
-  python -m tinyllm_ray.train --config 20m --set output.checkpoint=interval --set output.checkpoint_interval=500 \\
-      --out runs/20m --resume
-      starts where there is nothing yet, goes on where there is: one command for a job that comes back
-
-SIGINT, SIGTERM, SIGUSR1 and SIGHUP end a run after the update in flight, with a checkpoint (unless output.checkpoint
-is none) and status interrupted; before the first update, and when sent again a second later, at once.
-
-exit status: 0 trained to the end, or to --stop-at; 1 a fault of the program; 2 a mistake in the request; 3 the loss or
-a gradient went non-finite; 130 ended by SIGINT; 143 ended by SIGTERM, SIGUSR1 or SIGHUP
-"""
 
 
 def _report_command(arguments: list[str]) -> int:
@@ -77,40 +47,6 @@ def main(arguments: list[str] | None = None, age_seconds: float = 0.0) -> int:
     options = parser.parse_args(arguments)
     with Interruption(lambda number: leave_before_start(options.out, options.resume is not None, number)) as heard:
         return exit_status(lambda: _run(options, heard, stages))
-
-
-def build_parser() -> Parser:
-    """The command line."""
-    parser = Parser(
-        "python -m tinyllm_ray.train",
-        "Train a recipe; metrics, checkpoints and a result appear in the folder --out.",
-        _EPILOG,
-    )
-    parser.add_argument(
-        "--config", help="a preset's name or a YAML file, such as OUT/selected.yaml; with --resume OUT/config.yaml"
-    )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting; may be given several times"
-    )
-    parser.add_argument("--out", required=True, type=Path, help="folder of the run; must be new or empty, or --resume")
-    parser.add_argument(
-        "--resume",
-        nargs="?",
-        const="",
-        metavar="CHECKPOINT",
-        help="go on from the newest checkpoint of --out, from the start where there is none; or from the run's or "
-        "checkpoint's folder named here. The recipe has to be the same; execution, device and output may differ",
-    )
-    parser.add_argument(
-        "--decisions",
-        metavar="FILE",
-        help="train under the execution that this decision file of the tuner has for the recipe's shape, this device "
-        "and these versions; says so where it has none, and keeps the configuration's own",
-    )
-    parser.add_argument(
-        "--stop-at", type=int, metavar="UPDATE", help="end after this update as a signal would, with exit status 0"
-    )
-    return parser
 
 
 def _run(options: argparse.Namespace, interruption: Interruption, stages: Stages) -> int:
