@@ -1,6 +1,6 @@
 """Renders the public docstrings to pages, the README in front: `python tests/api_pages.py FOLDER`."""
 
-import sys
+import argparse
 from importlib import import_module
 from pathlib import Path
 
@@ -39,7 +39,8 @@ def _entry(module: str) -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    write_pages(Path(sys.argv[1]))
-    print(f"{sys.argv[1]}/index.html")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="where the pages go")
+    folder = parser.parse_args().folder
+    write_pages(folder)
+    print(folder / "index.html")

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -121,6 +122,13 @@ def test_the_package_itself_runs_nothing() -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: 'tune' is no command here; there is python -m tinyllm_ray.tune, .train, ")
     assert done.stderr.count("\n") == 1
+
+
+def test_what_writes_the_public_docstrings_takes_help_for_no_folder(tmp_path: Path) -> None:
+    program = [sys.executable, str(Path(__file__).with_name("api_pages.py")), "--help"]
+    done = subprocess.run(program, cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert done.stdout.startswith("usage: ")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_help_waits_for_what_takes_seconds_to_import() -> None:
