@@ -18,7 +18,7 @@ ULP = 2**-7
 
 @pytest.fixture(scope="module", autouse=True)
 def _runnable() -> Iterator[None]:
-    with runnable("norm"):
+    with runnable("norm_pieces", "norm"):
         yield
 
 
@@ -68,6 +68,40 @@ def test_the_scale_has_the_gradient_of_all_rows_where_programs_share_them(monkey
     rows = 7 * step + 1
     assert norm._stripes(rows, 1, step) == (3, 3 * step)
     compare((draw(rows, 24), draw(rows, 24, seed=1), draw(24, seed=2)), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("width", "answer"),
+    [
+        (320, (64, 8)),
+        (192, (64, 16)),
+        (640, (128, 4)),
+        (1280, (256, 2)),
+        (512, None),
+        (64, None),
+        (960, None),
+        (96, None),
+        (5, None),
+    ],
+)
+def test_rows_are_cut_into_a_few_pieces_of_a_power_of_two(width: int, answer: tuple[int, int] | None) -> None:
+    assert norm.pieces_of(width) == answer
+
+
+@pytest.mark.parametrize(("width", "models", "rows"), [(192, 1, 1), (320, 2, 19), (640, 1, 9)])
+@pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("adds", [True, False])
+def test_rows_in_pieces_have_the_gradients_of_the_operators(
+    monkeypatch: pytest.MonkeyPatch, width: int, models: int, rows: int, stream: torch.dtype, adds: bool
+) -> None:
+    """Stripes of several steps, the last of them short, each of one model."""
+    monkeypatch.setattr(norm, "_MOST_STRIPES", 2 * models)
+    shape = (models, rows, width) if models > 1 else (rows, width)
+    scales = (models, width) if models > 1 else (width,)
+    delta = draw(*shape, dtype=torch.bfloat16, seed=1) if adds else None
+    inputs = draw(*shape, dtype=stream), delta, draw(*scales, dtype=torch.float32, seed=2)
+    tolerance = 2e-5 if stream == torch.float32 and not adds else 3e-2
+    compare(inputs, rtol=tolerance, atol=2 * tolerance)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 31, 512, 2049, 32_768, 131_072])

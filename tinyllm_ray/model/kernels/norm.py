@@ -23,9 +23,10 @@ import triton
 import triton.language as tl
 
 from tinyllm_ray.model.autocast import matmul_dtype
+from tinyllm_ray.model.kernels.norm_pieces import pieces_of, tinyllm_norm_backward_pieces
 
 _TILE = 2048
-"""Elements that a program of four warps holds at a time, 16 a thread: 101 registers at most, for five a processor."""
+"""Elements that a program of four warps holds at a time, 16 a thread: 128 registers at most, for four a processor."""
 _SUMMED_ROWS, _SUMMED_COLUMNS = 128, 16
 """Stripes and columns of the scale's gradient that a program adds up at a time: 64 bytes of a row, a sector or two."""
 _MOST_STRIPES = 512
@@ -95,14 +96,22 @@ def _add_norm_backward(
     dx, ddelta, _ = _allocate_backward(dnormed, dtotal, total, scale, inverse, delta_dtype)
     rows, width, tile = _rows_a_model(total, scale), scale.shape[-1], _tile(scale.shape[-1])
     models = len(inverse) // rows
-    stripes, stripe = _stripes(rows, models, tile[0])
+    pieces = None if total.dtype == torch.float64 else pieces_of(width)
+    step = tile[0] if pieces is None else pieces[1]
+    stripes, stripe = _stripes(rows, models, step)
     partial = inverse.new_empty(models, stripes, width)
-    tinyllm_norm_backward[(models * stripes,)](
+    operands = (
         dnormed, total if dtotal is None else dtotal.contiguous(), total, scale, inverse, dx, ddelta, partial,
         rows, stripes,
-        STEPS=stripe // tile[0], WIDTH=width, ROWS=tile[0], PADDED=tile[1],
-        CARRIES=dtotal is not None, CASTS=ddelta.numel() > 0, WIDE=_wide(total), num_warps=_warps(tile),
     )  # fmt: skip
+    shape = {"STEPS": stripe // step, "WIDTH": width, "ROWS": step}
+    options = {"CARRIES": dtotal is not None, "CASTS": ddelta.numel() > 0}
+    if pieces is None:
+        tinyllm_norm_backward[(models * stripes,)](
+            *operands, **shape, **options, PADDED=tile[1], WIDE=_wide(total), num_warps=_warps(tile)
+        )
+    else:
+        tinyllm_norm_backward_pieces[(models * stripes,)](*operands, **shape, **options, PIECE=pieces[0], num_warps=4)
     dscale = torch.empty_like(scale)
     tinyllm_norm_scale_gradient[(models * -(-width // _SUMMED_COLUMNS),)](
         partial, dscale, stripes, WIDTH=width, ROWS=_SUMMED_ROWS, COLUMNS=_SUMMED_COLUMNS, num_warps=4
@@ -230,13 +239,15 @@ def tinyllm_norm_backward(  # type: ignore[no-untyped-def]
         at = row[:, None] * WIDTH + column[None, :]
         upstream = tl.load(dnormed + at, mask=inside, other=0.0).to(WIDE)
         value = tl.load(total + at, mask=inside, other=0.0).to(WIDE)
+        if CARRIES:  # asked for here, as no load passes the barrier of the sum over a row
+            carried = tl.load(dtotal + at, mask=inside, other=0.0)
         per_rms = tl.load(inverse + row, mask=real, other=0.0)[:, None]
         unit = value * per_rms
         sums += upstream * unit
         gradient = upstream * factor[None, :]
         gradient = (gradient - unit * (tl.reduce(gradient * unit, 1, _add) / WIDTH)[:, None]) * per_rms
         if CARRIES:
-            gradient += tl.load(dtotal + at, mask=inside, other=0.0).to(WIDE)
+            gradient += carried.to(WIDE)
         tl.store(dx + at, gradient, mask=inside)
         if CASTS:
             tl.store(ddelta + at, gradient, mask=inside)
