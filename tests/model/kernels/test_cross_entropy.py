@@ -88,6 +88,23 @@ def test_bfloat16_costs_the_rounding_of_logits_and_gradients_and_no_more() -> No
     assert distance(of_weight, expected[2]) < 5e-3
 
 
+def test_rows_that_fit_are_told_apart_like_those_in_blocks() -> None:
+    """More rows than programs, one of them ignored, the target of one outside, one with an infinite logit."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(9, 100, generator=generator)).to(DEVICE, torch.bfloat16)
+    logits[7, 20] = float("inf")
+    targets = torch.randint(100, (9,), generator=generator).to(DEVICE)
+    targets[1], targets[2], targets[3] = IGNORED, 99, 2**40
+    whole, losses = logits.clone(), logits.new_empty(9, dtype=torch.float32)
+    kernel._over_rows(whole, targets, losses, 128, gradient=True)
+    blocks, expected = logits.float(), losses.clone()
+    kernel._over_rows(blocks, targets, expected, 32, gradient=True)
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert losses.isnan().tolist() == [row in (3, 7) for row in range(9)]
+    finite = [row for row in range(9) if row != 7]
+    torch.testing.assert_close(whole[finite].float(), blocks[finite], rtol=1e-2, atol=1e-6)
+
+
 def test_chunks_are_summed_in_float32() -> None:
     """In bfloat16 the small chunks after the first, large one would be lost: each is less than half of its last bit."""
     hidden = torch.cat((torch.ones(1, 8), torch.full((32, 8), 1e-3))).to(DEVICE, torch.bfloat16)
