@@ -33,7 +33,7 @@ ALL = KERNELS[-1]
 @pytest.fixture(scope="module", autouse=True)
 def _runnable() -> Iterator[None]:
     pytest.importorskip("triton")
-    with runnable("norm", "rotary", "activation"):
+    with runnable("norm_pieces", "norm", "rotary", "activation"):
         yield
 
 
@@ -74,20 +74,20 @@ class TestChoice:
         assert chosen() == TORCH
 
     @pytest.mark.parametrize(
-        ("execution", "part"),
+        ("execution", "parts"),
         [
-            ({"norm_kernel": "triton"}, "add_norm"),
-            ({"rotary_kernel": "triton"}, "rotate"),
-            ({"activation_kernel": "triton"}, "swiglu"),
-            ({"loss_kernel": "triton"}, "loss"),
-            ({"residual_dtype": "bfloat16"}, "residual_dtype"),
-            ({"recompute_activations": True}, "recompute_activations"),
+            ({"norm_kernel": "triton"}, ["add_norm"]),
+            ({"rotary_kernel": "triton"}, ["rotate", "fused_rotation"]),
+            ({"activation_kernel": "triton"}, ["swiglu", "fused_feed_forward"]),
+            ({"loss_kernel": "triton"}, ["loss"]),
+            ({"residual_dtype": "bfloat16"}, ["residual_dtype"]),
+            ({"recompute_activations": True}, ["recompute_activations"]),
         ],
     )
-    def test_a_setting_changes_its_own_part_alone(self, execution: dict[str, Any], part: str) -> None:
+    def test_a_setting_changes_its_own_part_alone(self, execution: dict[str, Any], parts: list[str]) -> None:
         operations = chosen(**execution)
-        assert getattr(operations, part) != getattr(TORCH, part)
-        assert replace(operations, **{part: getattr(TORCH, part)}) == TORCH
+        assert all(getattr(operations, part) != getattr(TORCH, part) for part in parts)
+        assert replace(operations, **{part: getattr(TORCH, part) for part in parts}) == TORCH
         assert operations == chosen(**execution)
 
     def test_triton_is_imported_only_where_it_is_asked_for(self) -> None:

@@ -34,7 +34,7 @@ def test_a_training_with_every_kernel_of_the_decoder_learns_the_same(
     kernels = {"norm_kernel": "triton", "rotary_kernel": "triton", "activation_kernel": "triton"}
     model = {"layers": 1, "width": 8, "heads": 2, "ffn": 6, "context": 8}
     losses = []
-    with runnable("norm", "rotary", "activation"):
+    with runnable("norm_pieces", "norm", "rotary", "activation"):
         for execution in (kernels, {}):
             config = tiny(
                 model=model, training={"tokens_per_update": 16}, execution=execution | {"micro_batch_size": 2}

@@ -44,8 +44,7 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         rows, tokens, width = x.shape
-        qkv = self.qkv(x).view(rows, tokens, 3, self.heads, width // self.heads)
-        query, key, value = self.operations.rotate(qkv, cos, sin)  # each [B, H, T, F]
+        query, key, value = self.operations.project(x, self.qkv, cos, sin, self.heads)  # each [B, H, T, F]
         attended = attend(query, key, value)
         out: torch.Tensor = self.out(attended.transpose(1, 2).reshape(rows, tokens, width))
         return out
@@ -61,8 +60,7 @@ class FeedForward(nn.Module):
         self.operations = operations
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down(self.operations.swiglu(self.gate_up(x)))
-        return out
+        return self.operations.feed_forward(x, self.gate_up, self.down)
 
 
 class Block(nn.Module):

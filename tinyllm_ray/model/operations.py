@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -35,6 +36,11 @@ class Operations:
     loss: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     """(hidden [M, D], weight [V, D], targets [M]) to the mean cross-entropy of hidden @ weight.T in nats, in float32
     (float64 for a float64 model)."""
+    fused_feed_forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | None] | None = None
+    """(x [.., D], weights of gate and up [2 ffn, D] and down [D, ffn]) to their products with SwiGLU in one operator;
+    None where these shapes or this dtype cannot be."""
+    fused_rotation: Callable[..., Triple | None] | None = None
+    """(x [B, T, D], weight [3 D, D], cos, sin, H) to what `rotate` makes of their product; None where it cannot be."""
     residual_dtype: torch.dtype = torch.float32
     """Of the residual stream under autocast; without autocast it has the embedding's."""
     recompute_activations: bool = False
@@ -43,6 +49,24 @@ class Operations:
     def residual(self, embedded: torch.Tensor) -> torch.Tensor:
         """The embedded tokens as the stream's first state."""
         return embedded if autocast_dtype(embedded) is None else embedded.to(self.residual_dtype)
+
+    def feed_forward(self, x: torch.Tensor, gate_up: nn.Linear, down: nn.Linear) -> torch.Tensor:
+        """SwiGLU between two linear maps, or those of N models."""
+        if self.fused_feed_forward is not None:
+            whole = self.fused_feed_forward(x, gate_up.weight, down.weight)
+            if whole is not None:
+                return whole
+        out: torch.Tensor = down(self.swiglu(gate_up(x)))
+        return out
+
+    def project(self, x: torch.Tensor, qkv: nn.Linear, cos: torch.Tensor, sin: torch.Tensor, heads: int) -> Triple:
+        """Query and key, rotated, and value, [B, H, T, F], of `x` [B, T, D] by a linear map."""
+        if self.fused_rotation is not None:
+            whole = self.fused_rotation(x, qkv.weight, cos, sin, heads)
+            if whole is not None:
+                return whole
+        rows, tokens, width = x.shape
+        return self.rotate(qkv(x).view(rows, tokens, 3, heads, width // heads), cos, sin)
 
     def run(self, block: Callable[..., Pair], *inputs: Any) -> Pair:
         """`block(*inputs)`; equal bits whether or not its activations are computed again.
@@ -101,6 +125,28 @@ def fused_loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
     return loss
 
 
+def fused_feed_forward(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor | None:
+    """Triton's, on operands in the dtype that autocast would multiply them in."""
+    from tinyllm_ray.model.kernels import feed_forward as kernel
+
+    dtype = matmul_dtype(x)
+    if not kernel.fits(dtype, gate_up, down):
+        return None
+    return kernel.feed_forward(x.to(dtype), gate_up.to(dtype), down.to(dtype))
+
+
+def fused_rotation(
+    x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int
+) -> Triple | None:
+    """Triton's, on operands in the dtype that autocast would multiply them in."""
+    from tinyllm_ray.model.kernels import rotated_projection as kernel
+
+    dtype = matmul_dtype(x)
+    if not kernel.fits(dtype, weight, heads):
+        return None
+    return kernel.rotated_projection(x.to(dtype), weight.to(dtype), cos, sin, heads)
+
+
 TORCH = Operations(add_norm, rotate_projection, swiglu, projected_loss)
 """PyTorch's own, eager or as its compiler fuses them: what every kernel is held against."""
 
@@ -115,11 +161,11 @@ def operations_of(execution: ExecutionConfig) -> Operations:
     if execution.rotary_kernel == "triton":
         from tinyllm_ray.model.kernels.rotary import rotate_projection as rotary_kernel
 
-        chosen["rotate"] = rotary_kernel
+        chosen |= {"rotate": rotary_kernel, "fused_rotation": fused_rotation}
     if execution.activation_kernel == "triton":
         from tinyllm_ray.model.kernels.activation import swiglu as activation_kernel
 
-        chosen["swiglu"] = activation_kernel
+        chosen |= {"swiglu": activation_kernel, "fused_feed_forward": fused_feed_forward}
     if execution.loss_kernel == "triton":
         chosen["loss"] = fused_loss
     return replace(
