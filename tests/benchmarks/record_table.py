@@ -4,7 +4,8 @@
     python tests/benchmarks/replay.py --table h200_table.jsonl
 
 20m at 32,768 tokens an update on a GPU: the baseline; micro-batches 32 to 4 x eager, default, reduce-overhead and
-graph x cudnn, flash and efficient; kernel settings together and one at a time at the best three rows; max-autotune.
+graph x cudnn, flash and efficient; kernel settings (and flash4 where it is installed) together and one at a time at the
+best three rows; max-autotune.
 What tells most comes first, as a row takes half a minute: the kinds that may win, the kernels at the better of them
 (some 16 runs), then the rest of the grid, the nearest to the winner first. The first row of each kind is run twice, for
 what a first update takes with its compilation cached. A record a line, in the form of a study's trials.jsonl, written
@@ -29,6 +30,7 @@ from tinyllm_ray.data.cache import open_cache
 from tinyllm_ray.data.prepare import default_cache
 from tinyllm_ray.execution import ExecutionConfig, needs_gpu
 from tinyllm_ray.measure.environment import collect_environment, source_identity
+from tinyllm_ray.model.attention import available_backends
 from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.records import Fate, TrialRecord, read_records
 from tinyllm_ray.search.candidate import make_candidate
@@ -53,6 +55,8 @@ KERNELS: tuple[dict[str, Any], ...] = (
     {"activation_kernel": "triton"},
 )
 """What is expected to gain most first."""
+FLASH4: dict[str, Any] = {"sdpa_backend": "flash4"}
+"""One more of these where it is installed."""
 BEST_ROWS = 3
 LONGEST_SECONDS = 400.0
 """Of one row: max-autotune compiles for 130 s."""
@@ -94,9 +98,11 @@ def _with_kernels(
 ) -> Iterator[dict[str, Any]]:
     """The best rows of the part with all kernel settings, and with each alone."""
     names = {identity(execution) for execution in part}
-    together = {key: value for kernel in KERNELS for key, value in kernel.items()}
+    installed = device == "cuda" and not available_backends(device)["flash4"]
+    kernels = (*KERNELS, FLASH4) if installed else KERNELS
+    together = {key: value for kernel in kernels for key, value in kernel.items()}
     for record in ranked(record for record in records if record.execution_identity in names)[:best]:
-        yield from _settled([{**record.execution, **kernels} for kernels in (together, *KERNELS)], device)
+        yield from _settled([{**record.execution, **settings} for settings in (together, *kernels)], device)
 
 
 def _settled(settings: Iterable[dict[str, Any]], device: str) -> list[dict[str, Any]]:

@@ -72,6 +72,7 @@ H200 = Machine(
         ("kind", "graph"): 0.0,
         ("sdpa_backend", "cudnn"): 0.0,
         ("sdpa_backend", "flash"): -0.06,
+        ("sdpa_backend", "flash4"): 0.025,
         ("sdpa_backend", "flex"): -0.05,
         ("sdpa_backend", "efficient"): -0.25,
         ("loss_kernel", "triton"): 0.08,
