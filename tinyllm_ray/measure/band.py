@@ -15,16 +15,24 @@ share of honest values outside at a single check is, by simulation, 1.5% with th
 four, 0.03% with five (with a factor of 3: 4%, 0.9%, 0.3%). So a band wants four runs or more.
 
 A study has one or two runs of its baseline, and repeats of one execution may be equal bits where other executions are
-not. There the spread counts as no less than a prior (`of_equal_runs`): that of 26 runs of one recipe in bf16 on GH200,
-by 16 executions.
+not. There the half width is no less than a multiple of a prior (`of_equal_runs`): the widest that equal runs were seen
+to spread, 20m in bf16 by 16 to 24 executions a recipe.
 
-    update  sum of learning rates so far  spread of the loss  of the gradient norm
-    120     0.012                         6e-6                1.3%
-    220     0.039                         7e-5                19%
-    320     0.082                         1e-3                12%
+    recipe, text, runs             update  sum of learning rates so far  spread of the loss  of the gradient norm
+    peak 0.001, C4, 26 on GH200    120     0.012                         6e-6                1.3%
+                                   220     0.039                         7e-5                19%
+                                   320     0.082                         1e-3                12%
+    peak 0.001, sotu, 21 on H200   20      0.0003                        6e-6                0.03%
+                                   60      0.003                         7e-6                0.01%
+                                   120     0.012                         1.0e-3              31%
+    peak 0.0056, sotu, 27 on H200  20      0.002                         8e-6                0.02%
+                                   60      0.016                         2.4e-4              1.6%
+                                   120     0.065                         5.5e-3              120%
 
-What counts there is how far the weights have come, and AdamW moves each by about the learning rate an update: another
-recipe reaches a sum of 0.08 after 67 updates, and its updates after that prove little. So early updates are checked.
+AdamW moves a weight by about the learning rate an update, so that their sum says how far weights have come; but what
+rounding has become by then differs by recipe and text, up to 170 times, and it grew by at most 9% an update. The prior
+is the widest that fits both. Late updates prove little for it: what a wrong execution does is looked for in the early
+ones, where equal runs agree to 1e-5.
 """
 
 import math
@@ -61,16 +69,24 @@ FLOAT32_FLOOR = Floor(loss=1e-5, grad_norm=1e-3)
 BFLOAT16_FLOOR = Floor(loss=1e-4, grad_norm=0.03)
 
 _PRIOR_AT = 0.0116
-"""Sum of learning rates at which the prior was 6e-6 and 0.013; it grew by the powers below."""
+"""Sum of learning rates at which the prior is 1.05e-3 and 0.31: up to there as fast as spreads grow, then with it."""
+_GROWTH_AN_UPDATE = 0.12
+"""Of what rounding did in 20 updates, in nats; over 60, 0.085 was seen of the loss, and 0.13 of the norm."""
+_PRIOR_FACTOR = 3.0
+"""Of the prior, which is the width of some twenty runs: one of them lies up to a width from another."""
 _FLOAT32_SHARE = 1e-3
 """Of the prior, in float32: its rounding is 65,000 times finer, and grows as fast."""
 
 
-def prior_spread(learning_rates: float, *, float32: bool) -> Floor:
-    """The spread of equal runs whose learning rates so far add up to `learning_rates`, as it was seen elsewhere."""
-    grown = learning_rates / _PRIOR_AT
+def prior_spread(update: int, learning_rates: float, *, float32: bool) -> Floor:
+    """The spread of equal runs at an update up to which rates add up to `learning_rates`, as seen elsewhere."""
+    way = learning_rates / _PRIOR_AT
+    grown = math.exp(_GROWTH_AN_UPDATE * min(max(update - 20, 0), 120))
     share = _FLOAT32_SHARE if float32 else 1.0
-    return Floor(loss=share * min(0.02, 6e-6 * grown**2.6), grad_norm=share * min(0.2, 0.013 * grown**2.2))
+    return Floor(
+        loss=share * min(0.02, 1.05e-3 * min(way**2.6, way), 1e-5 * grown),
+        grad_norm=share * min(1.2, 0.31 * min(way**2.2, way), 5e-4 * grown),
+    )
 
 
 @dataclass(frozen=True)
@@ -96,8 +112,9 @@ def of_equal_runs(
     floor = FLOAT32_FLOOR if float32 else BFLOAT16_FLOOR
 
     def floor_at(update: int) -> Floor:
-        prior = prior_spread(learning_rates(update), float32=float32)
-        return Floor(max(floor.loss, factor * prior.loss), max(floor.grad_norm, factor * prior.grad_norm))
+        prior = prior_spread(update, learning_rates(update), float32=float32)
+        loss, grad_norm = _PRIOR_FACTOR * prior.loss, _PRIOR_FACTOR * prior.grad_norm
+        return Floor(max(floor.loss, loss), max(floor.grad_norm, grad_norm))
 
     return band_of([*runs, *runs] if len(runs) == 1 else runs, floor_at, factor)
 
