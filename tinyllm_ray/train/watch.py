@@ -9,11 +9,13 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
 
+import torch
+
 from tinyllm_ray.clock import format_duration
 from tinyllm_ray.command import say
 from tinyllm_ray.config import Config
-from tinyllm_ray.promise import Promise
 from tinyllm_ray.records import Device
+from tinyllm_ray.train.evaluate import EAGER_EXTRA_SECONDS, is_compiled
 from tinyllm_ray.train.graph_update import WARM_UP_UPDATES
 from tinyllm_ray.train.proved import Proved, prove
 from tinyllm_ray.train.trainer import Trainer
@@ -43,10 +45,17 @@ class Phases:
     total: float
 
 
-def predict(promise: Promise, updates: int, targets_per_update: int, evaluated_targets: int) -> Phases:
-    """Seconds that a training of so many updates takes by the promise; nothing is known of checkpoints."""
-    training = max(0, updates - 1) * targets_per_update / promise.targets_per_second
+def predict(config: Config, updates: int, evaluated_targets: int) -> Phases:
+    """Seconds that a training of so many updates takes by the promise of `config`; nothing is known of checkpoints."""
+    promise = config.tuned
+    assert promise is not None
+    training = max(0, updates - 1) * config.targets_per_update / promise.targets_per_second
     evaluation = evaluated_targets / (EVALUATION_SPEEDUP * promise.targets_per_second)
+    device = torch.device(promise.device_kind)
+    if device.type == "cuda" and config.execution.update != "eager":
+        # The promise is of compiled code, and a GPU is where the difference is large.
+        eager = not is_compiled(config, device, evaluated_targets)
+        evaluation += eager * evaluated_targets * EAGER_EXTRA_SECONDS
     return Phases(promise.start_seconds, training, evaluation, 0.0, promise.start_seconds + training + evaluation)
 
 
@@ -82,7 +91,7 @@ class Watch:
         if self._why_not is not None:
             _tell(logging.INFO, f"the promise of {said} {self._why_not}: throughput is not compared with it")
             return
-        expected = predict(promise, updates, self._config.targets_per_update, evaluated_targets)
+        expected = predict(self._config, updates, evaluated_targets)
         notes = [] if promise.verified else ["not verified"]
         if (torch := promise.versions.get("torch")) != (here := version("torch")):
             notes.append(f"with torch {torch}, and this is {here}")
@@ -137,7 +146,7 @@ class Watch:
             return None
         compared = self._why_not is None
         reached = self._targets / self._seconds if self._seconds else None
-        expected = predict(promise, updates, self._config.targets_per_update, evaluated_targets)
+        expected = predict(self._config, updates, evaluated_targets)
         return {
             "study": promise.study,
             "candidate": promise.candidate,
