@@ -14,7 +14,9 @@ planned). A row inside the A/A band of the best counts as the best. Optuna's TPE
 
 import argparse
 import json
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -250,7 +252,7 @@ def main() -> None:
         print(f"{table.name}: {time.perf_counter() - began:.0f} s", flush=True)
         if options.out:
             kept = {
-                "command": f"python tests/benchmarks/replay.py --seeds {options.seeds}",
+                "command": shlex.join(["python", "tests/benchmarks/replay.py", *sys.argv[1:]]),
                 "budget_seconds": options.budget_seconds,
                 "tables": results,
             }

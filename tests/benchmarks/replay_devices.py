@@ -27,6 +27,7 @@ from replay_machine import Machine, Table
 
 from tinyllm_ray.records import Device, TrialRecord
 from tinyllm_ray.search.answers import Finished, Trial
+from tinyllm_ray.search.noise import device_name
 from tinyllm_ray.search.objective import Objective
 from tinyllm_ray.search.priors import Priors
 from tinyllm_ray.search.study import Study
@@ -69,14 +70,17 @@ class Fleet:
         """When a node went back."""
         self.peak = 0
 
-    def start(self, trial: Trial, now: float) -> None:
-        """Measure on the lowest free GPU, so that as few nodes as possible are used; where it asks for one, there."""
-        gpu = int(trial.device) if trial.device is not None else min(self.free)
+    def start(self, trial: Trial, now: float, freed: str | None = None) -> None:
+        """Measure on the GPU that the trial asks for, else on the one just freed, else on the lowest of the free."""
+        wanted = trial.device if trial.device is not None else freed
+        gpu = int(wanted) if wanted is not None else min(self.free)
         self.free.remove(gpu)
         self.used.add(gpu)
         machine = self.machines[gpu // GPUS_A_NODE]
         record = machine.measure(trial.candidate.execution, trial.protocol, candidate=trial.candidate.id)
-        record = on_device(record, gpu, self.speeds[gpu])
+        record = on_device(record, gpu, self.speeds[gpu]).model_copy(update={"timestamp": now})
+        if trial.stage == "control":
+            record = record.model_copy(update={"purpose": "control"})
         if trial.stage == "verification":
             record = record.model_copy(update={"purpose": "verification", "round": trial.round})
         heapq.heappush(self.running, (now + (record.seconds.total or 0.0), gpu, record))
@@ -125,23 +129,25 @@ def decide(
     fleet = Fleet(table, seed, gpus)
     objective = Objective("training", scenario.tokens, scenario.runs)
     priors = Priors(table.space.device_kind).without(*table.without)
-    study = Study(table.space, objective=objective, verifier=InterleavedPairs() if verify else None, priors=priors)
-    now, searched, trials, told = READY_SECONDS, Counter[str](), 0, 0
+    verifier = InterleavedPairs() if verify else None
+    study = Study(table.space, objective=objective, verifier=verifier, priors=priors, devices=gpus)
+    now, searched, trials, told, freed = READY_SECONDS, Counter[str](), 0, 0, None
     while True:
-        answer = study.ask(budget - now) if fleet.free else None
+        answer = study.ask(budget - now, freed) if fleet.free else None
         if isinstance(answer, Finished):
             break
         if isinstance(answer, Trial):
             trials += 1
-            if answer.stage != "verification":
+            if answer.stage not in ("verification", "control"):
                 searched[answer.candidate.execution_identity] += 1
-            fleet.start(answer, now)
+            fleet.start(answer, now, freed)
+            freed = None
         else:
             if answer is not None and told:
                 fleet.hand_back(now)
             now, record = fleet.next_end()
             study.tell(record)
-            told += 1
+            told, freed = told + 1, device_name(record)
     selection = study.selection()
     lost = regret(selection.record.execution if selection else None, table, table.best_row.rate, table.band)
     repeated = sum(count - 1 for count in searched.values())

@@ -20,6 +20,7 @@ def test_more_gpus_decide_sooner_and_measure_nothing_twice() -> None:
     assert one.held_hours == one.returned_hours < sixteen.returned_hours < sixteen.held_hours
     assert (one.used_gpus, four.used_gpus) == (1, 4)
     assert [made.repeated for made in (one, four, sixteen)] == [0, 0, 0]
+    assert [made.regret for made in (one, four, sixteen)] == [0, 0, 0], "GPUs that differ by 2% mislead nobody"
     assert decide(SMALL, 0, 4, MANY) == four
 
 
