@@ -11,6 +11,9 @@ from tinyllm_ray.execution import ExecutionConfig
 
 _SHORT = {"micro_batch_size": "mb{}", "update": "{}", "compile_mode": "{}", "sdpa_backend": "{}", "cpu_threads": "t{}"}
 """How settings are written that every candidate shows; others appear where they differ from their default."""
+_KERNEL = "_kernel"
+"""Settings that end so are named together: triton for all of Triton's, triton:loss+norm for some."""
+_BFLOAT16_STREAM = ("residual_dtype", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class Candidate:
     id: str
     """Fit for a file name and stable over a resume, like c01-mb32-compiled-default-auto-t8."""
     label: str
-    """For people, like mb32 compiled default auto t8."""
+    """For people, like mb32 compiled default auto t8, or mb32 graph default flash4 t8 triton bf16."""
     execution: dict[str, Any]
     execution_identity: str
 
@@ -79,7 +82,11 @@ def candidate_number(candidate_id: str) -> int | None:
 
 def _words(execution: Mapping[str, Any]) -> list[str]:
     words = [form.format(execution[key]) for key, form in _SHORT.items() if execution[key] is not None]
+    kernels = [key for key in execution if key.endswith(_KERNEL)]
+    ours = [key.removesuffix(_KERNEL) for key in kernels if execution[key] == "triton"]
+    if ours:
+        words.append("triton" if len(ours) == len(kernels) else f"triton:{'+'.join(ours)}")
     for key, value in execution.items():
-        if key not in _SHORT and value != ExecutionConfig.model_fields[key].default:
-            words.append(f"{key}={value}")
+        if key not in _SHORT and key not in kernels and value != ExecutionConfig.model_fields[key].default:
+            words.append("bf16" if (key, value) == _BFLOAT16_STREAM else f"{key}={value}")
     return words
