@@ -90,6 +90,20 @@ class TestChoice:
         assert replace(operations, **{part: getattr(TORCH, part) for part in parts}) == TORCH
         assert operations == chosen(**execution)
 
+    @pytest.mark.parametrize(
+        ("capability", "inside"), [((8, 0), False), ((8, 9), False), ((9, 0), True), ((12, 0), True)]
+    )
+    def test_a_gpu_that_does_not_fetch_tiles_keeps_its_products(
+        self, capability: tuple[int, int], inside: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nor does Triton refuse it: it takes tiles apart, into more than the registers hold."""
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        operations = chosen(rotary_kernel="triton", activation_kernel="triton")
+        assert (operations.fused_rotation is not None, operations.fused_feed_forward is not None) == (inside, inside)
+        assert operations.rotate != TORCH.rotate
+        assert operations.swiglu != TORCH.swiglu
+
     def test_triton_is_imported_only_where_it_is_asked_for(self) -> None:
         code = (
             "import sys\n"

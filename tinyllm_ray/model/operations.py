@@ -151,9 +151,18 @@ TORCH = Operations(add_norm, rotate_projection, swiglu, projected_loss)
 """PyTorch's own, eager or as its compiler fuses them: what every kernel is held against."""
 
 
+def _fetches_tiles() -> bool:
+    """Whether the GPU, where there is one, moves whole tiles by their descriptors: from compute capability 9.0 on.
+
+    For others Triton computes the place of every element: compiled for 8.0 and 8.9 by its versions 3.6 and 3.9, the
+    kernels fill every register that a thread can have, and up to 4 KB more are spilled to memory.
+    """
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (9, 0)
+
+
 def operations_of(execution: ExecutionConfig) -> Operations:
     """The operations that an execution names. Imports Triton where one of them is Triton's."""
-    chosen: dict[str, Callable[..., Any]] = {}
+    chosen: dict[str, Any] = {}
     if execution.norm_kernel == "triton":
         from tinyllm_ray.model.kernels.norm import add_norm as norm_kernel
 
@@ -161,11 +170,11 @@ def operations_of(execution: ExecutionConfig) -> Operations:
     if execution.rotary_kernel == "triton":
         from tinyllm_ray.model.kernels.rotary import rotate_projection as rotary_kernel
 
-        chosen |= {"rotate": rotary_kernel, "fused_rotation": fused_rotation}
+        chosen |= {"rotate": rotary_kernel, "fused_rotation": fused_rotation if _fetches_tiles() else None}
     if execution.activation_kernel == "triton":
         from tinyllm_ray.model.kernels.activation import swiglu as activation_kernel
 
-        chosen |= {"swiglu": activation_kernel, "fused_feed_forward": fused_feed_forward}
+        chosen |= {"swiglu": activation_kernel, "fused_feed_forward": fused_feed_forward if _fetches_tiles() else None}
     if execution.loss_kernel == "triton":
         chosen["loss"] = fused_loss
     return replace(
