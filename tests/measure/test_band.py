@@ -136,7 +136,7 @@ def recorded(name: str) -> list[Trajectory]:
     [("preset_20m_at_32768", "20m", ["training.tokens_per_update=32768"]), ("preset_20m_32k", "20m-32k", [])],
 )
 class TestOtherRecipes:
-    """Whole trials by 24 and 19 executions on H200s: rounding that 120 updates made up to 0.5% of the loss."""
+    """Whole trials by 21 and 18 executions on H200s: rounding that 120 updates made up to 0.5% of the loss."""
 
     def test_a_band_around_any_single_run_holds_all(self, name: str, preset: str, changes: list[str]) -> None:
         rates = functools.cache(functools.partial(learning_rate_sum, load(preset, changes)))

@@ -152,7 +152,7 @@ def test_seconds_are_predicted_by_phase(short: Config) -> None:
 def test_an_eager_evaluation_beside_compiled_training_takes_longer_on_a_gpu(
     short: Config, execution: dict[str, str], evaluation: dict[str, str], targets: int, seconds: float
 ) -> None:
-    """8.5 M targets of 20m on an H200 took 4.4 s where training's rate alone promised 1.2."""
+    """8.7 M targets of 20m on an H200 took 4.4 s where training's rate alone promised 1.2."""
     config = short.with_execution(execution).model_copy(
         update={"evaluation_execution": EvaluationExecutionConfig(**evaluation)}
     )

@@ -93,8 +93,8 @@ class Watch:
             return
         expected = predict(self._config, updates, evaluated_targets)
         notes = [] if promise.verified else ["not verified"]
-        if (torch := promise.versions.get("torch")) != (here := version("torch")):
-            notes.append(f"with torch {torch}, and this is {here}")
+        if (then := promise.versions.get("torch")) != (here := version("torch")):
+            notes.append(f"with torch {then}, and this is {here}")
         _tell(
             logging.INFO,
             f"promised: {', '.join([said, *notes])}; {updates} updates should take {format_duration(expected.total)}, "
