@@ -118,7 +118,7 @@ class Run:
             if (self._out / "best.json").exists():  # of a session whose later part is made again
                 self._recording.write_json("best.json", self._state.best or self._state.bests)
             environment.start()  # nvidia-smi and git take seconds, which the first update hides
-            self._watch = Watch(self._config, devices()[0])
+            self._watch = Watch(self._config, devices()[0], self._validation.compiled)
             self._watch.begin(self._stop - self._start, self._validation.expected_targets)
             if self._start < self._stop:
                 self._update_first(trainer)

@@ -29,7 +29,8 @@ class Validation:
 
     That is the model, the average of models that are mixed, or each model of a pack whose models are not.
 
-    `seconds` and `targets` are of all evaluations, `expected_targets` what those of the whole run come to.
+    `seconds` and `targets` are of all evaluations, `expected_targets` what those of the whole run come to; `compiled`
+    says whether their loss is compiled, which depends on how many targets each model has of them.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Validation:
             Evaluator(model, self._config, trainer.device, expected_targets) for model in trainer.evaluation_models()
         ]
         self.expected_targets = expected_targets * len(self._evaluators)
+        self.compiled = self._evaluators[0].compiled
         self._subset: list[Tokens] | None = None
 
     def subset(self) -> list[Evaluated] | None:

@@ -9,13 +9,11 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
 
-import torch
-
 from tinyllm_ray.clock import format_duration
 from tinyllm_ray.command import say
 from tinyllm_ray.config import Config
 from tinyllm_ray.records import Device
-from tinyllm_ray.train.evaluate import EAGER_EXTRA_SECONDS, is_compiled
+from tinyllm_ray.train.evaluate import EAGER_EXTRA_SECONDS
 from tinyllm_ray.train.graph_update import WARM_UP_UPDATES
 from tinyllm_ray.train.proved import Proved, prove
 from tinyllm_ray.train.trainer import Trainer
@@ -45,17 +43,18 @@ class Phases:
     total: float
 
 
-def predict(config: Config, updates: int, evaluated_targets: int) -> Phases:
-    """Seconds that a training of so many updates takes by the promise of `config`; nothing is known of checkpoints."""
+def predict(config: Config, updates: int, evaluated_targets: int, compiled_evaluation: bool) -> Phases:
+    """Seconds that a training of so many updates takes by the promise of `config`; nothing is known of checkpoints.
+
+    `evaluated_targets` are those of all evaluations, which are compiled or not whatever training is.
+    """
     promise = config.tuned
     assert promise is not None
     training = max(0, updates - 1) * config.targets_per_update / promise.targets_per_second
     evaluation = evaluated_targets / (EVALUATION_SPEEDUP * promise.targets_per_second)
-    device = torch.device(promise.device_kind)
-    if device.type == "cuda" and config.execution.update != "eager":
+    if promise.device_kind == "cuda" and config.execution.update != "eager" and not compiled_evaluation:
         # The promise is of compiled code, and a GPU is where the difference is large.
-        eager = not is_compiled(config, device, evaluated_targets)
-        evaluation += eager * evaluated_targets * EAGER_EXTRA_SECONDS
+        evaluation += evaluated_targets * EAGER_EXTRA_SECONDS
     return Phases(promise.start_seconds, training, evaluation, 0.0, promise.start_seconds + training + evaluation)
 
 
@@ -73,8 +72,8 @@ def why_not_compared(config: Config, device: Device) -> str | None:
 class Watch:
     """Watches one session of a training, whose device is `device`."""
 
-    def __init__(self, config: Config, device: Device) -> None:
-        self._config, self._promise = config, config.tuned
+    def __init__(self, config: Config, device: Device, compiled_evaluation: bool = False) -> None:
+        self._config, self._promise, self._compiled_evaluation = config, config.tuned, compiled_evaluation
         self._why_not = why_not_compared(config, device) if config.tuned else None
         self._targets, self._seconds = 0, 0.0
         self._recent_targets, self._recent_seconds = 0, 0.0
@@ -91,7 +90,7 @@ class Watch:
         if self._why_not is not None:
             _tell(logging.INFO, f"the promise of {said} {self._why_not}: throughput is not compared with it")
             return
-        expected = predict(self._config, updates, evaluated_targets)
+        expected = predict(self._config, updates, evaluated_targets, self._compiled_evaluation)
         notes = [] if promise.verified else ["not verified"]
         if (then := promise.versions.get("torch")) != (here := version("torch")):
             notes.append(f"with torch {then}, and this is {here}")
@@ -146,7 +145,7 @@ class Watch:
             return None
         compared = self._why_not is None
         reached = self._targets / self._seconds if self._seconds else None
-        expected = predict(self._config, updates, evaluated_targets)
+        expected = predict(self._config, updates, evaluated_targets, self._compiled_evaluation)
         return {
             "study": promise.study,
             "candidate": promise.candidate,
