@@ -161,9 +161,7 @@ def test_the_default_shows_what_tunes_own_logger_shows(tmp_path: Path) -> None:
     assert scalars["ray/tune/window/targets_per_second"] == [(1, 100.0)]
     assert scalars["ray/tune/targets_per_second"] == [(1, 100.0)]
     assert settings
-    tunes, tunes_settings = shown(tmp_path / "tunes")
-    assert scalars == tunes
-    assert set(settings) == set(tunes_settings)
+    assert (scalars, settings) == shown(tmp_path / "tunes")
 
 
 def test_a_full_disk_costs_the_default_a_line_and_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
