@@ -105,7 +105,7 @@ def test_help_shows_examples_that_parse(
                 main_of(job[1]).main(job[2:])
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"]])
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h", "tune"]])
 def test_the_package_itself_lists_its_commands_a_line_each(arguments: list[str]) -> None:
     done = subprocess.run([sys.executable, "-m", "tinyllm_ray", *arguments], check=True, capture_output=True, text=True)
     first, *lines = done.stdout.splitlines()
@@ -175,3 +175,18 @@ Last.
         "",
         "Last.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("command", "lines"),
+    [
+        (
+            "python -m p --set='two words' --out x",
+            ["  python -m p \\", "          --set='two words' \\", "          --out x"],
+        ),
+        ("python -m p --name it's", ["  python -m p --name it's"]),
+        ("python -m p --resume --out 'a b'", ["  python -m p --resume \\", "          --out 'a b'"]),
+    ],
+)
+def test_quotes_of_a_command_are_kept_as_they_are(command: str, lines: list[str]) -> None:
+    assert HelpFormatter("p", width=30)._fill_text(f"  {command}", 29, "").splitlines() == lines

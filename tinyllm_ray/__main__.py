@@ -15,9 +15,9 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the commands, or end with a mistake's status where there is more than `--help`."""
+    """Print the commands, or end with a mistake's status where anything but `--help` is asked for."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments not in ([], ["-h"], ["--help"]):
+    if arguments and arguments[0] not in ("-h", "--help"):
         names = ", .".join(COMMANDS)
         Parser("python -m tinyllm_ray", "", "").error(
             f"{arguments[0]!r} is no command here; there is python -m tinyllm_ray.{names}"

@@ -14,8 +14,8 @@ _NOTE = 6
 """Blanks before what is said of a command."""
 _GOES_ON = 10
 """Blanks before the lines on which a command goes on."""
-_WORD = r"(?:'[^']*'|[^\s'])+"
-_WORDS = re.compile(rf"-\S*(?: (?!-){_WORD})?|{_WORD}")
+_WORD = r"(?:'[^']*'|\S)+"
+_WORDS = re.compile(rf"(?=-){_WORD}(?: (?!-){_WORD})?|{_WORD}")
 """What stays together on a line: an option and its value, or a word of the shell."""
 
 
