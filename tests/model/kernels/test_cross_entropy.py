@@ -105,6 +105,18 @@ def test_rows_that_fit_are_told_apart_like_those_in_blocks() -> None:
     torch.testing.assert_close(whole[finite].float(), blocks[finite], rtol=1e-2, atol=1e-6)
 
 
+def test_a_row_that_shared_memory_does_not_hold_twice_more_is_read_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one of 32,000 words is where a program has 99 KB."""
+    monkeypatch.setattr(kernel, "_capacity", lambda device: (2, 4 * 512 + 1023))
+    monkeypatch.setattr(kernel, "tinyllm_cross_entropy_rows", None)
+    logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.bfloat16)
+    targets = torch.tensor([0, 99, IGNORED], device=DEVICE)
+    losses = logits.new_empty(3, dtype=torch.float32)
+    expected = torch.nn.functional.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="none")
+    kernel._over_rows(logits, targets, losses, 128, gradient=True)
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_chunks_are_summed_in_float32() -> None:
     """In bfloat16 the small chunks after the first, large one would be lost: each is less than half of its last bit."""
     hidden = torch.cat((torch.ones(1, 8), torch.full((32, 8), 1e-3))).to(DEVICE, torch.bfloat16)
