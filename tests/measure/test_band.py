@@ -183,6 +183,22 @@ class TestBand:
         (intervals,) = of_equal_runs([points((10.0, 2.0))], lambda update: 0.0, float32=float32).values()
         assert intervals["loss"] == Interval(pytest.approx(10 * (1 - loss)), pytest.approx(10 * (1 + loss)))
 
+    @pytest.mark.parametrize(("update", "loss", "grad_norm"), [(1, 1e-4, 0.03), (20, 1e-4, 0.03), (60, 3.6e-3, 0.18)])
+    def test_no_rates_widen_it_early_by_more_than_rounding_grows(
+        self, update: int, loss: float, grad_norm: float
+    ) -> None:
+        """Where a recipe moves weights far in its first updates, as wrong ones do."""
+        run = points((10.0, 2.0), updates=(update,))
+        (intervals,) = of_equal_runs([run], lambda update: 1.0, float32=False).values()
+        assert intervals["loss"].high == pytest.approx(10 * (1 + loss), rel=1e-3)
+        assert intervals["grad_norm"].high == pytest.approx(2 * (1 + grad_norm), rel=1e-2)
+
+    def test_in_float32_what_120_updates_make_of_rounding_widens_nothing(self) -> None:
+        run = points((10.0, 2.0), updates=(120,))
+        (intervals,) = of_equal_runs([run], lambda update: 0.0116, float32=True).values()
+        assert intervals["loss"].high == pytest.approx(10 * (1 + FLOAT32_FLOOR.loss), rel=1e-6)
+        assert intervals["grad_norm"].high == pytest.approx(2 * (1 + FLOAT32_FLOOR.grad_norm), rel=1e-6)
+
     def test_runs_that_lie_apart_widen_it(self) -> None:
         runs = [points((10.0, 2.0)), points((10.1, 2.0))]
         (intervals,) = of_equal_runs(runs, lambda update: 0.0, float32=False, factor=2.0).values()
