@@ -9,7 +9,8 @@ def table_row(record: TrialRecord) -> dict[str, Any]:
     """Columns of a record, under the record's own names; None is what is not known.
 
     What tells trials apart comes first, then the execution's settings, each a column, then throughput in targets a
-    second, seconds by stage (`seconds_start`, ...), peak memory in bytes and the first device's name.
+    second, seconds by stage (`seconds_start`, ...), peak memory in bytes, targets a joule, the number of windows with
+    clocks that power or heat held down, and the first device's name.
 
     >>> from pathlib import Path
     >>> from tinyllm_ray.records import read_records
@@ -34,5 +35,7 @@ def table_row(record: TrialRecord) -> dict[str, Any]:
         "warmup_seconds": record.warmup_seconds,
         **{f"seconds_{name}": value for name, value in record.seconds.model_dump().items()},
         **record.memory.model_dump(),
+        "targets_per_joule": record.targets_per_joule,
+        "throttled_windows": None if record.throttled_windows is None else len(record.throttled_windows),
         "device": record.devices[0].name if record.devices else None,
     }

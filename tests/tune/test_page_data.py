@@ -6,10 +6,12 @@ import itertools
 import pytest
 from page_studies import BEGAN, GPUS, eventful_study, h200_first_study, record, summary_of
 
-from tinyllm_ray.records import Fate, KernelTime, Seconds
+from tinyllm_ray.records import Fate, GpuState, KernelTime, Seconds, TrialRecord
+from tinyllm_ray.table import table_row
 from tinyllm_ray.tune.page import findings, text
 from tinyllm_ray.tune.page.spending import IDLE, spending
 from tinyllm_ray.tune.page.study import page_data
+from tinyllm_ray.tune.page.write import study_page
 
 
 def test_the_recorded_study_is_told_with_its_own_figures() -> None:
@@ -201,6 +203,45 @@ def test_evidence_names_what_is_known_and_nothing_else() -> None:
     assert "windows" not in by_name["c03"]
     bare = dataclasses.replace(page_data(*h200_first_study()).candidates[0])
     assert "attention" not in dict(bare.evidence)
+    assert not {"energy", "power", "windows with held clocks"} & set(dict(bare.evidence)), "no sensor told anything"
+
+
+def sensed() -> TrialRecord:
+    """Three windows of 3,276,800 targets, the second with clocks that heat and power held."""
+    states = [
+        GpuState(sm_clock_mhz=1980, power_watts=640.2, temperature_celsius=50, throttle_reasons=[], energy_joules=1000),
+        GpuState(
+            sm_clock_mhz=1620,
+            power_watts=699.6,
+            temperature_celsius=83,
+            throttle_reasons=["sw_power_cap", "sw_thermal_slowdown"],
+            energy_joules=1200,
+        ),
+        GpuState(sm_clock_mhz=1980, power_watts=650, temperature_celsius=83, throttle_reasons=[], energy_joules=1100),
+    ]
+    one = record("c01", 1e6, BEGAN, execution={"update": "eager"})
+    windows = [window.model_copy(update={"gpu": gpu}) for window, gpu in zip(one.windows, states, strict=True)]
+    return one.model_copy(update={"windows": windows})
+
+
+def test_evidence_has_what_the_sensors_told_and_which_windows_were_throttled() -> None:
+    evidence = dict(page_data([sensed()], {}).candidates[0].evidence)
+    assert evidence["clock"] == "1,620 to 1,980 MHz"
+    assert evidence["power"] == "640 to 700 W"
+    assert evidence["temperature"] == "50 to 83 °C"
+    assert evidence["windows with held clocks"] == "2"
+    assert evidence["clocks held by"] == "sw power cap, sw thermal slowdown"
+    assert evidence["energy"] == "2,979 targets a joule"
+    assert "memory clock" not in evidence
+
+
+def test_tokens_per_joule_stand_in_the_tables_for_other_programs_and_on_the_page() -> None:
+    row = table_row(sensed())
+    assert row["targets_per_joule"] == pytest.approx(3 * 3_276_800 / 3300)
+    assert row["throttled_windows"] == 1
+    assert table_row(record("c01", 1e6, BEGAN))["throttled_windows"] is None, "unknown is not none"
+    page = study_page(page_data([sensed()], summary_of([sensed()], "c01", 20.0, 60.0)))
+    assert "2,979 targets a joule" in page[: page.index("All candidates")]
 
 
 @pytest.mark.parametrize(

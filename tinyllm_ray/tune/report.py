@@ -192,5 +192,7 @@ def _figures(record: TrialRecord | None, study: Study) -> dict[str, Any] | None:
         "first_update_seconds": record.first_update_seconds,
         "seconds": record.seconds.model_dump(),
         "memory": record.memory.model_dump(),
+        "targets_per_joule": record.targets_per_joule,
+        "throttled_windows": record.throttled_windows,
         "configuration": record.configuration,
     }

@@ -159,14 +159,41 @@ def _evidence(record: TrialRecord) -> list[tuple[str, str]]:
             found.append(("parity with float32", f"loss {_error(loss)}, gradients {_error(gradient)}"))
         points = [f"{point.loss:.4f} at {point.update}" for point in proof.trajectory if point.loss is not None]
         found.append(("loss at update", ", ".join(points)))
-    if record.throttled_windows is not None:
-        throttled = ", ".join(str(index + 1) for index in record.throttled_windows)
-        found.append(("windows with held clocks", throttled or "none"))
+    found += _sensors(record)
     if record.first_update_seconds is not None:
         found.append(("first update", f"{record.first_update_seconds:.2f} s"))
     memory = findings.memory_bytes(record)
     found.append(("memory", f"{memory / 2**30:.2f} GiB" if memory else ""))
     return [(name, text) for name, text in found if text]
+
+
+def _sensors(record: TrialRecord) -> list[tuple[str, str]]:
+    """What the device told at the windows' ends: as least and most where windows differ."""
+    states = [window.gpu for window in record.windows if window.gpu]
+    found = []
+    for name, field, unit in _SENSORS:
+        values = [value for state in states if (value := getattr(state, field)) is not None]
+        if values:
+            ends = dict.fromkeys(f"{end:,.0f}" for end in (min(values), max(values)))
+            found.append((name, f"{' to '.join(ends)} {unit}"))
+    if record.throttled_windows is not None:
+        throttled = ", ".join(str(index + 1) for index in record.throttled_windows)
+        found.append(("windows with held clocks", throttled or "none"))
+    reasons = dict.fromkeys(reason for state in states if state.throttled for reason in state.throttle_reasons or ())
+    if reasons:
+        found.append(("clocks held by", ", ".join(reasons).replace("_", " ")))
+    if record.targets_per_joule is not None:
+        found.append(("energy", f"{record.targets_per_joule:,.0f} targets a joule"))
+    return found
+
+
+_SENSORS = (
+    ("clock", "sm_clock_mhz", "MHz"),
+    ("memory clock", "memory_clock_mhz", "MHz"),
+    ("power", "power_watts", "W"),
+    ("temperature", "temperature_celsius", "°C"),
+)
+"""Of `GpuState`, with the words and units for people."""
 
 
 def _error(value: float | None) -> str:
