@@ -51,6 +51,16 @@ def test_max_autotune_pays_after_ten_billion_targets_as_the_reference_found() ->
     assert [winner.record for winner in winners([COMPILED, TUNED], COST.starts, runs=240, tokens=[10**8])] == [TUNED]
 
 
+def test_winners_are_shown_beside_the_baseline_where_it_has_a_figure() -> None:
+    (winner,) = winners([EAGER, COMPILED], COST.starts, 10, [10**9], baseline=EAGER.execution_identity)
+    assert winner.record is COMPILED
+    assert winner.baseline_seconds == pytest.approx(
+        Objective("training", 10**9, 10).seconds(COST.starts(EAGER.execution), 6e5)
+    )
+    (winner,) = winners([COMPILED], COST.starts, 10, [10**9], baseline=EAGER.execution_identity)
+    assert winner.baseline_seconds is None
+
+
 def test_records_that_are_not_complete_win_nothing() -> None:
     assert winners([measured(9, 9e9, 1.0, Fate.INVALID)], COST.starts) == []
     assert winners([], COST.starts) == []

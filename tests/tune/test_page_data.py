@@ -121,6 +121,21 @@ def test_a_short_training_is_won_by_what_starts_soon() -> None:
     assert found[0].baseline_seconds == pytest.approx(66.0)
 
 
+def test_the_page_names_the_winners_that_the_study_does() -> None:
+    """Of all planned trainings: a compilation that one training does not earn back ten do, and its record may be one
+    that found another's in the cache."""
+    slow_start = record("c01", 2e6, BEGAN, seconds=Seconds(start=1.0, compile=60.0, total=80.0))
+    quick_start = record("c02", 1e6, BEGAN, seconds=Seconds(start=1.0, compile=1.0, total=20.0))
+    told = [{"tokens": 10**7, "candidate": "c01", "seconds": 150.0, "baseline_seconds": 210.0}]
+    summary = {"winners": told, "objective": {"kind": "training", "runs": 10}, "baseline": {"candidate": "c02"}}
+    page = page_data([slow_start, quick_start], summary)
+    assert page.winners == (findings.Winner(10**7, "c01", 150.0, 210.0),)
+    assert "10 trainings of so many tokens" in study_page(page)
+    page = page_data([slow_start, quick_start], {})
+    assert (page.winners[0].candidate, page.runs) == ("c02", 1), "without a summary by one training"
+    assert "trainings of so many tokens" not in study_page(page)
+
+
 def test_a_value_that_only_failed_is_told_by_its_fates() -> None:
     records = [
         record("c01", 1000.0, BEGAN, execution={"micro_batch_size": 8}),

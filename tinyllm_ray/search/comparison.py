@@ -83,7 +83,7 @@ class Comparison:
 
     def winners(self, starts: StartsOf) -> list[Winner]:
         """For 10 M to 10 B targets the record whose planned trainings take least; its figures are levelled."""
-        return winners(self.levelled(), starts, self.objective.runs)
+        return winners(self.levelled(), starts, self.objective.runs, baseline=self.baseline)
 
     def account(self, spent: Iterable[TrialRecord], selected: TrialRecord, starts: StartsOf) -> Account | None:
         """What all trials in `spent` took, and what `selected` saves; None where the objective has no seconds."""

@@ -61,17 +61,27 @@ class Winner(NamedTuple):
     record: TrialRecord
     seconds: float
     """Of all runs."""
+    baseline_seconds: float | None = None
+    """The baseline's; None where it is not complete."""
 
 
 def winners(
-    records: Iterable[TrialRecord], starts: StartsOf, runs: int = 1, tokens: Iterable[int] = MANY_TOKENS
+    records: Iterable[TrialRecord],
+    starts: StartsOf,
+    runs: int = 1,
+    tokens: Iterable[int] = MANY_TOKENS,
+    baseline: str | None = None,
 ) -> list[Winner]:
-    """For each number of targets the complete record whose trainings take least; empty where none is complete."""
+    """For each number of targets the complete record whose trainings take least; empty where none is complete.
+
+    `baseline` is the execution identity of what they are shown beside.
+    """
     complete = [record for record in records if record.fate == Fate.COMPLETE and rate(record) is not None]
     found = []
     for count in tokens if complete else ():
         objective = Objective("training", count, runs)
         takes = [objective.seconds(starts(record.execution), rate(record) or 0.0) for record in complete]
         least = min(range(len(complete)), key=takes.__getitem__)
-        found.append(Winner(count, complete[least], takes[least]))
+        own = next((index for index, one in enumerate(complete) if one.execution_identity == baseline), None)
+        found.append(Winner(count, complete[least], takes[least], None if own is None else takes[own]))
     return found

@@ -103,7 +103,12 @@ class Report:
             "objective": asdict(study.objective),
             "account": asdict(account) if (account := study.account()) else None,
             "winners": [
-                {"tokens": winner.tokens, "candidate": winner.record.candidate, "seconds": winner.seconds}
+                {
+                    "tokens": winner.tokens,
+                    "candidate": winner.record.candidate,
+                    "seconds": winner.seconds,
+                    "baseline_seconds": winner.baseline_seconds,
+                }
                 for winner in study.winners()
             ],
             "verification": _verification(study),

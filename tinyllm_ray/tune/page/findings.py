@@ -46,7 +46,7 @@ class Payback:
 
 @dataclass(frozen=True)
 class Winner:
-    """The execution that is done first with so many tokens, its own start and compilation included."""
+    """The execution that is done first with trainings of so many tokens, starts and compilation included."""
 
     tokens: int
     candidate: str
@@ -118,8 +118,16 @@ def payback(
     return Payback(cost, devices, targets, targets / (rate * gain))
 
 
+def told_winners(summary: Mapping[str, Any]) -> tuple[Winner, ...]:
+    """The study's own, which knows what compilations take cold and warm, and counts all trainings that are planned."""
+    return tuple(
+        Winner(one["tokens"], one["candidate"], one["seconds"], one.get("baseline_seconds"))
+        for one in summary.get("winners") or ()
+    )
+
+
 def winners(complete: Sequence[TrialRecord], baseline: TrialRecord | None) -> tuple[Winner, ...]:
-    """Who is done first, for each of TOKENS; none where nothing has a figure."""
+    """Who is done first with one training, for each of TOKENS; none where nothing has a figure."""
     found = []
     for tokens in TOKENS:
         timed = [(seconds, record) for record in complete if (seconds := training_seconds(record, tokens)) is not None]

@@ -54,6 +54,8 @@ class StudyPage:
     devices: tuple[DeviceSpeed, ...]
     device_names: tuple[str, ...]
     winners: tuple[Winner, ...]
+    runs: int
+    """Trainings of so many tokens that the winners' seconds are of."""
     candidates: tuple[Candidate, ...]
     rounds: tuple[tuple[int, tuple[Point, ...]], ...]
     """Of the verification: its rounds with the throughput of each process."""
@@ -77,7 +79,7 @@ def page_data(records: Sequence[TrialRecord], summary: Mapping[str, Any]) -> Stu
     complete = [record for record in searched if findings.believed(record)]
     level = findings.levelled(records, searched, baseline)
     speedup = findings.speedup(records, baseline, selected, summary)
-    spent = spending(records, summary)
+    spent, told = spending(records, summary), findings.told_winners(summary)
     devices = int(summary.get("gpus") or summary.get("nodes") or max(1, len(spent.sums)))
     points = [(Point(one.candidate, one.targets_per_second or 0.0), findings.memory_bytes(one)) for one in complete]
     environment = next((record.environment for record in reversed(records) if record.environment), {})
@@ -98,7 +100,8 @@ def page_data(records: Sequence[TrialRecord], summary: Mapping[str, Any]) -> Stu
         memory_total=max((one.memory.total_bytes for one in records if one.memory.total_bytes), default=None),
         devices=findings.device_speeds(records),
         device_names=tuple(spent.sums),
-        winners=findings.winners([one for one in level if findings.believed(one)], baseline),
+        winners=told or findings.winners([one for one in level if findings.believed(one)], baseline),
+        runs=int((summary.get("objective") or {}).get("runs") or 1) if told else 1,
         candidates=tuple(candidates),
         rounds=_rounds(records, by_name),
         environment=flat(environment),
