@@ -114,6 +114,7 @@ class TestOrder:
         outcome = phase.verification.outcome()
         assert outcome is not None
         assert outcome.load_disagrees
+        assert ", 1,900,000 targets/s under a minute's load, where the pair went otherwise (1.000x)" in outcome.reason
 
     def test_open_comparisons_get_more_rounds_without_those_that_are_decided(self) -> None:
         phase = Phase({"A": 0.0, "B": 0.050, "C": 0.044, "D": 0.0}, NoisyDevice(seed=1))
@@ -153,6 +154,17 @@ class TestTime:
         assert told.outcome.sustained_targets_per_second is not None
         assert told.outcome.speedup is not None
         assert told.outcome.speedup.outcome == "faster"
+
+    def test_a_verdict_without_a_minutes_load_says_so_and_the_end_says_why(self) -> None:
+        enough = verify(quiet(), {"A": 0.0, "B": 0.05})
+        assert "targets/s under a minute's load" in enough.outcome.reason
+        short = verify(quiet(), {"A": 0.0, "B": 0.05}, budget_seconds=7 * predict({}, Protocol()))
+        assert short.outcome.speedup is not None
+        assert "3 pairs of processes, not measured under a minute's load" in short.outcome.reason
+        assert short.reason == "budget: no time for the winner and the baseline under a minute's load"
+        small = verify(quiet(), {"A": 0.0, "B": 0.05}, at_stake_seconds=20 * predict({}, Protocol()))
+        assert "not measured under a minute's load" in small.outcome.reason
+        assert small.reason == "a minute's load costs more than it may of the planned trainings"
 
     def test_with_little_time_the_last_finalists_stay_out_rather_than_pairs(self) -> None:
         each = predict({}, Protocol())

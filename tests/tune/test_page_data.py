@@ -6,6 +6,7 @@ import itertools
 import pytest
 from page_studies import BEGAN, GPUS, eventful_study, h200_first_study, record, summary_of
 
+from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.records import Fate, GpuState, KernelTime, Seconds, TrialRecord
 from tinyllm_ray.table import table_row
 from tinyllm_ray.tune.page import findings, text
@@ -85,6 +86,13 @@ def test_a_verification_gives_the_speed_up_and_its_interval() -> None:
     assert page.speedup.low < 1.198 < page.speedup.high
     assert page.speedup.ratio == pytest.approx(1.198, abs=0.002)
     assert [number for number, _ in page.rounds] == [0, 1, 2, 3]
+    assert "The winner and the baseline were not measured under a minute's sustained load; what" in study_page(page)
+    sustained = Protocol(version="adaptive", least_seconds=60.0)
+    loaded = [one.model_copy(update={"protocol": sustained}) if one.round == 3 else one for one in records]
+    page = page_data(loaded, summary)
+    assert page.under_load == {3}
+    assert "<td>4, a minute&#39;s load</td>" in study_page(page)
+    assert "sustained load" not in study_page(page)
     # Processes of the verification are no candidates.
     assert len(page.candidates) == 24
 

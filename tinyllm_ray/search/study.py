@@ -218,7 +218,7 @@ class Study:
             self.verification = self.verifier.begin(selection, baseline, self.measured_again, level)
         asked = self.verification.ask(self._admission.seconds_left)
         if isinstance(asked, Finished):
-            return replace(end, reason=f"{end.reason}; {asked.reason}") if asked.budget_exhausted else end
+            return replace(end, reason=f"{end.reason}; {asked.reason}")
         name = asked.record.execution_identity
         prediction = self._cost.predict(asked.record.execution, warm=True, protocol=asked.protocol)
         candidate = again(self._candidates[name], asked.name)

@@ -31,7 +31,6 @@ _SHORTENINGS = 8
 MOST_FAILURES = 2
 """A process that fails is tried once more: what ran in the search may be lost to a node, but not twice."""
 
-
 WORTH_SHARE = 0.05
 """Of all planned trainings: what longer windows, or a minute under load, may cost. Small recipes are soon trained."""
 
@@ -195,6 +194,8 @@ class Verification:
                 return self._round(members, protocol)
             if not open_ones and load > remaining:
                 return Done("budget: no time for the winner and the baseline under a minute's load", True)
+            if not open_ones:
+                return Done("a minute's load costs more than it may of the planned trainings")
         if not open_ones:
             return Done("every comparison is decided")
         if len(self._rounds) >= MOST_PAIRS:

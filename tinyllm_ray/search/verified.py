@@ -1,5 +1,6 @@
 """What a verification came to: which execution is used, by how much it is faster, and what ties with it."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -76,6 +77,7 @@ def conclude(evidence: Evidence) -> Verified | None:
     # The pair under load does not judge itself.
     load = [pair for pair in pairs.get(selected, []) if pair.sustained][-1:]
     short = [pair for pair in pairs.get(selected, []) if not pair.sustained]
+    load_disagrees = any(disagrees(pair, short, spread) for pair in load)
     return Verified(
         selected=chosen,
         speedup=verdicts.get(selected),
@@ -84,8 +86,8 @@ def conclude(evidence: Evidence) -> Verified | None:
         open_comparisons=_open(top, beside),
         sustained_targets_per_second=evidence.sustained_rate(selected),
         baseline_sustained_targets_per_second=evidence.sustained_rate(baseline),
-        load_disagrees=any(disagrees(pair, short, spread) for pair in load),
-        reason=_reason(chosen, verdicts.get(selected), ties, load),
+        load_disagrees=load_disagrees,
+        reason=_reason(chosen, verdicts.get(selected), ties, _under_load(load, load_disagrees)),
     )
 
 
@@ -94,7 +96,14 @@ def _open(top: str, beside: Mapping[str, Verdict]) -> tuple[str, ...]:
     return (top, *names) if names else ()
 
 
-def _reason(chosen: TrialRecord, speedup: Verdict | None, ties: Sequence[TrialRecord], load: Sequence[Pair]) -> str:
+def _under_load(load: Sequence[Pair], disagrees: bool) -> str:
+    if not load:
+        return ", not measured under a minute's load"
+    told = f", {load[0].candidate.targets_per_second:,.0f} targets/s under a minute's load"
+    return f"{told}, where the pair went otherwise ({math.exp(load[0].log_ratio):.3f}x)" if disagrees else told
+
+
+def _reason(chosen: TrialRecord, speedup: Verdict | None, ties: Sequence[TrialRecord], under_load: str) -> str:
     if speedup is None:
         lead = "the baseline: nothing is shown to be faster"
     else:
@@ -104,11 +113,11 @@ def _reason(chosen: TrialRecord, speedup: Verdict | None, ties: Sequence[TrialRe
         )
         if not speedup.differs:
             lead += ", a difference inside the noise"
-    under_load = f", {load[0].candidate.targets_per_second:,.0f} targets/s under load" if load else ""
+        lead += under_load
     names = [record.candidate for record in ties if fills_memory(chosen) or not fills_memory(record)]
     start = "start no sooner and need" if len(names) > 1 else "starts no sooner and needs"
     tie = f"; a tie with {', '.join(names)}, which {start} no less memory" if names else ""
     full = [record.candidate for record in ties if not fills_memory(chosen) and fills_memory(record)]
     tie += "".join(f"; a tie with {name}, which {FULL}" for name in full)
     own = f"; it {FULL}" if fills_memory(chosen) else ""
-    return f"{chosen.candidate}: {lead}{under_load}{tie}{own}"
+    return f"{chosen.candidate}: {lead}{tie}{own}"

@@ -6,6 +6,7 @@ from typing import Any
 
 from tinyllm_ray.records import KernelTime, TrialRecord
 from tinyllm_ray.search.device_blocks import DeviceSpeed
+from tinyllm_ray.search.finalists import SUSTAINED_SECONDS
 from tinyllm_ray.tune.page import findings
 from tinyllm_ray.tune.page.findings import Factor, Pair, Payback, Point, Speedup, Winner
 from tinyllm_ray.tune.page.spending import Spending, spending
@@ -59,6 +60,8 @@ class StudyPage:
     candidates: tuple[Candidate, ...]
     rounds: tuple[tuple[int, tuple[Point, ...]], ...]
     """Of the verification: its rounds with the throughput of each process."""
+    under_load: frozenset[int]
+    """Rounds of a minute's sustained load."""
     environment: tuple[tuple[str, str], ...]
     facts: tuple[tuple[str, str], ...]
     labels: Mapping[str, str]
@@ -104,6 +107,11 @@ def page_data(records: Sequence[TrialRecord], summary: Mapping[str, Any]) -> Stu
         runs=int((summary.get("objective") or {}).get("runs") or 1) if told else 1,
         candidates=tuple(candidates),
         rounds=_rounds(records, by_name),
+        under_load=frozenset(
+            one.round
+            for one in records
+            if one.round is not None and one.protocol and one.protocol.least_seconds >= SUSTAINED_SECONDS
+        ),
         environment=flat(environment),
         facts=_facts(summary, records),
         labels={name: labels.get(name, name) for name in rows | by_name},
