@@ -304,6 +304,14 @@ def test_what_would_pay_but_does_not_fit_is_shown() -> None:
     assert list(states(done.study).values()).count(State.NOT_STARTED) > 0
 
 
+def test_no_more_is_said_to_be_kept_for_verification_than_is_left() -> None:
+    fit = fitted(KERNEL_SPACE)
+    first = replay(study(fit=fit), made_up(planted), stop_after=2)
+    answer = study(first.records, fit=fit, verifier=InterleavedPairs()).ask(12)
+    assert isinstance(answer, Finished)
+    assert " s and 12 s are left; " in answer.reason
+
+
 def test_time_is_kept_for_verification() -> None:
     """A study that keeps none searches longer; one that does ends with all its pairs inside the budget."""
     fit = fitted(KERNEL_SPACE)
@@ -386,6 +394,29 @@ def test_everything_failing_ends_soon_and_with_no_verdict() -> None:
     assert len(done.records) <= HOPELESS_TRIALS
     assert done.finished is not None
     assert done.study.selection() is None
+
+
+@pytest.mark.parametrize("objective", [Objective(), ONCE, MANY], ids=["throughput", "once", "many"])
+def test_where_all_but_the_baseline_are_invalid_the_baseline_is_the_answer(objective: Objective) -> None:
+    """The eager row too, and however fast they were: three times the baseline here."""
+
+    def outcome(trial: Trial) -> TrialRecord:
+        if trial.stage == "baseline":
+            return made_up(lambda _: 1e6)(trial)
+        liar = made_up(lambda _: 3e6)(trial)
+        return liar.model_copy(update={"fate": Fate.INVALID, "reason": "its losses leave the band"})
+
+    done = replay(study(objective=objective, verifier=InterleavedPairs()), outcome, budget=2700)
+    found = done.study.selection()
+    assert found is not None
+    assert found.record.execution == done.study.space.baseline
+    assert found.ties == ()
+    assert done.study.versus_baseline(found.record) == 1.0
+    eager = done.study.eager_row()
+    assert (eager.state, eager.fate, eager.reason) == (State.FINISHED, Fate.INVALID, "its losses leave the band")
+    assert {winner.record.candidate for winner in done.study.winners()} == {found.record.candidate}
+    assert len(done.records) < 20, "what fails again and again is given up"
+    assert {trial.stage for trial in done.trials} <= {"baseline", "eager", "search"}, "there is nothing to verify"
 
 
 def test_a_dominated_trial_teaches_and_never_wins() -> None:

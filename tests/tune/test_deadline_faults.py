@@ -159,6 +159,20 @@ def test_what_does_not_answer_makes_nothing_late(begin: Callable[..., Running], 
     assert not _left(members)
 
 
+@pytest.mark.parametrize("budget", [2, 30])
+def test_a_budget_too_small_for_the_baseline_ends_with_status_3_in_time(
+    begin: Callable[..., Running], budget: int
+) -> None:
+    """Too short for Ray's start, and for a baseline whose windows take hours."""
+    running = begin(LONG.replace("windows: 3", "windows: 99").replace("100}", "999999}"), budget)
+    assert running.lateness() < 2.0
+    assert running.process.returncode == 3, running.said
+    assert "the baseline needs about" in running.said or "ended at the deadline" in running.said
+    assert "Traceback" not in running.said
+    assert not (running.out / "selected.yaml").exists()
+    assert not _left(running.members())
+
+
 def test_a_compilation_that_does_not_end_is_cut_and_named(begin: Callable[..., Running]) -> None:
     running = begin(COMPILED, COMPILING_BUDGET_SECONDS)
     running.wait_for(lambda: "cc1plus" in running.members().values(), "compiling")

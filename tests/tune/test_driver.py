@@ -10,6 +10,7 @@ from fakes import FakeClock
 
 from tinyllm_ray.clock import Deadline
 from tinyllm_ray.config import load
+from tinyllm_ray.errors import EXIT_DONE, EXIT_NO_RESULT
 from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.records import Fate, TrialRecord, Window
 from tinyllm_ray.search.fitting import fit_space
@@ -363,6 +364,38 @@ def test_a_search_alone_is_not_called_verified(driver: StudyDriver, tmp_path: Pa
 def test_a_baseline_that_stays_is_not_compared_with_itself(driver: StudyDriver, tmp_path: Path) -> None:
     finish(driver, lambda execution: 3000.0 if execution == driver.study.space.baseline else 2000.0)
     assert any(line.endswith("targets/s, the baseline itself") for line in closing_lines(driver, tmp_path))
+
+
+def test_a_budget_for_the_baseline_alone_makes_it_the_answer(
+    driver: StudyDriver, clock: FakeClock, tmp_path: Path
+) -> None:
+    request = driver.ask()
+    assert request is not None
+    clock.advance(999)
+    driver.hear(request["candidate"], ended(request))
+    assert driver.ask() is None
+    report = report_of(driver, tmp_path)
+    report.write(driver)
+    assert report.exit_status(driver) == EXIT_DONE
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["budget_exhausted"]
+    assert summary["selected"]["candidate"] == summary["baseline"]["candidate"] == request["candidate"]
+    assert {row["state"] for row in summary["candidates"]} == {"complete", "not_started"}
+    assert load(tmp_path / "selected.yaml").execution.model_dump(mode="json") == request["config"]["execution"]
+
+
+def test_a_budget_too_small_for_the_baseline_is_said_with_status_3(
+    driver: StudyDriver, clock: FakeClock, tmp_path: Path
+) -> None:
+    clock.advance(999)
+    assert driver.ask() is None
+    report = report_of(driver, tmp_path)
+    report.write(driver)
+    assert report.exit_status(driver) == EXIT_NO_RESULT == 3
+    said = closing_lines(driver, tmp_path)
+    assert said[0].startswith("ended: budget: the baseline needs about ")
+    assert said[0].endswith(" s and 1 s are left")
+    assert not (tmp_path / "selected.yaml").exists()
 
 
 def test_nothing_to_believe_is_said(driver: StudyDriver, tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ class Admission:
         if execution == self._baseline:
             return f"about {math.ceil(prediction.expected_seconds)} s and {left} s are left"
         reserve = math.ceil(self._reserve(self._baseline))
-        kept = f", {reserve} s of them for verification" if reserve else ""
+        # More than what is left is not kept of it: then there is nothing yet that could be verified.
+        kept = f", {reserve} s of them for verification" if 0 < reserve <= left else ""
         return f"up to {math.ceil(prediction.upper_seconds)} s and {left} s are left{kept}"
 
     def least(self) -> str:
