@@ -9,7 +9,7 @@ import pytest
 from fakes import FakeClock
 
 from tinyllm_ray.clock import Deadline
-from tinyllm_ray.config import load
+from tinyllm_ray.config import identity, load
 from tinyllm_ray.errors import EXIT_DONE, EXIT_NO_RESULT
 from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.records import Fate, TrialRecord, Window
@@ -243,7 +243,6 @@ def test_the_choice_is_verified_in_pairs_of_fresh_processes(tmp_path: Path) -> N
     while (request := driver.ask()) is not None:
         if request["purpose"] == "verification":
             again.append(request)
-            assert request["parity"]
             assert request["limit_seconds"] > request["protocol"]["least_seconds"]
         driver.hear(request["candidate"], ended(request, rate=kind_rate(request["config"]["execution"])))
     short = [request for request in again if request["protocol"]["least_seconds"] < 60]
@@ -262,6 +261,44 @@ def test_the_choice_is_verified_in_pairs_of_fresh_processes(tmp_path: Path) -> N
     assert summary["speedup"]["low"] < 1.5 < summary["speedup"]["high"]
     lines = closing_lines(driver, tmp_path)
     assert any("1.500x the baseline (1.4" in line and "pairs of processes)" in line for line in lines), lines
+
+
+PARITY = {
+    "updates": 20,
+    "targets": 128,
+    "loss": 9.0,
+    "reference_loss": 9.0,
+    "relative_loss_error": 0.0,
+    "relative_gradient_error": 0.0,
+    "worst_weight": "head.weight",
+    "worst_weight_error": 0.0,
+}
+
+
+def verified_with(driver: StudyDriver, compared: Callable[[Any], bool]) -> dict[str, list[bool]]:
+    """Whether the verification's processes of each execution were asked for parity, which they have by `compared`."""
+    asked: dict[str, list[bool]] = {}
+    while (request := driver.ask()) is not None:
+        execution = request["config"]["execution"]
+        if request["purpose"] == "verification":
+            asked.setdefault(identity(execution), []).append(request["parity"])
+        event = ended(request, rate=kind_rate(execution))
+        event["record"]["proof"]["parity"] = PARITY if compared(request) else None
+        driver.hear(request["candidate"], event)
+    return asked
+
+
+def test_finalists_are_compared_with_the_reference_once_and_the_baseline_always(tmp_path: Path) -> None:
+    driver = verifying(tmp_path)
+    asked = verified_with(driver, lambda request: request["parity"])
+    assert all(asked.pop(identity(driver.study.space.baseline))), "it is what the others are held to"
+    assert asked
+    assert all(one == [True] + [False] * (len(one) - 1) and len(one) >= 3 for one in asked.values()), asked
+
+
+def test_a_finalist_that_was_not_compared_yet_is_asked_for_it_again(tmp_path: Path) -> None:
+    asked = verified_with(verifying(tmp_path), lambda request: False)
+    assert all(all(one) for one in asked.values()), asked
 
 
 def test_a_verification_goes_on_where_it_was_broken_off(tmp_path: Path) -> None:

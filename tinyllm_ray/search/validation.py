@@ -155,7 +155,7 @@ class Validation(Study):
         """What is expected of a process, where a study counts with the most it may take: a pair that is cut by the
         budget's end costs nothing here, and one that is not begun leaves no answer."""
         prediction = self._predict(execution, protocol, warm=True)
-        # The cost model leaves out what parity takes, which is measured in all of these.
+        # The cost model leaves out what parity takes, which the first process of each has measured.
         rest = statistics.median(map(_rest_seconds, self._complete().values()))
         return prediction.expected_seconds - prediction.rest.expected + rest
 
