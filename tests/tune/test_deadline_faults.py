@@ -167,7 +167,8 @@ def test_a_budget_too_small_for_the_baseline_ends_with_status_3_in_time(
     running = begin(LONG.replace("windows: 3", "windows: 99").replace("100}", "999999}"), budget)
     assert running.lateness() < 2.0
     assert running.process.returncode == 3, running.said
-    assert "the baseline needs about" in running.said or "ended at the deadline" in running.said
+    # A machine too slow for Ray's start in 30 s says the first of both.
+    assert "ended before anything was measured" in running.said or "the baseline needs about" in running.said
     assert "Traceback" not in running.said
     assert not (running.out / "selected.yaml").exists()
     assert not _left(running.members())
