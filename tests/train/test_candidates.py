@@ -190,6 +190,37 @@ def test_processes_of_packed_models_are_their_candidates(bench: Bench, tiny: Mak
     assert all(map(ends, members))
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiler")
+def test_a_candidate_after_others_equals_one_alone(bench: Bench, tiny: MakeConfig, tmp_path: Path) -> None:
+    """All of an A/A test that is no matter of time: what it learned, bit for bit, what ran, its threads and memory."""
+    config = tiny(model={"layers": 1})
+    with Bench(tmp_path, tiny).launcher as fresh:
+        alone = fresh.run(bench.request(config))
+    bench.run(tiny(model={"layers": 1}, execution={"update": "compiled"}))
+    bench.run(tiny(optimizer={"peak_learning_rate": 1e10}, training={"warmup_fraction": 0.0}))
+    bench.run(tiny(execution={"sdpa_backend": "cudnn"}))
+    os.kill(bench.begin_endless(tiny(execution={"cpu_threads": 2})), signal.SIGKILL)
+    bench.record()
+    after = bench.run(config)
+    assert (alone.fate, after.fate) == (Fate.COMPLETE, Fate.COMPLETE)
+    for one in (alone, after):
+        assert one.proof is not None
+        assert one.kernels is not None
+        assert one.proof.trajectory
+    told = [
+        (
+            one.proof and one.proof.trajectory,
+            [(window.loss, window.grad_norm) for window in one.windows],
+            one.environment["cpu_threads"],
+            {kernel.name: kernel.launches for kernel in one.kernels or ()},
+        )
+        for one in (alone, after)
+    ]
+    assert told[0] == told[1]
+    assert after.memory.used_bytes == pytest.approx(alone.memory.used_bytes, rel=0.05)
+
+
 @pytest.mark.parametrize("backend", ["cudnn", "efficient"])
 def test_what_cannot_run_here_fails_with_its_reason(bench: Bench, tiny: MakeConfig, backend: str) -> None:
     record = bench.run(tiny(execution={"sdpa_backend": backend}))
