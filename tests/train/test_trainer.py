@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.measure.environment import usable_cores
 from tinyllm_ray.train.recipe import learning_rate
-from tinyllm_ray.train.trainer import Trainer, settle_threads
+from tinyllm_ray.train.trainer import Solo, Trainer, draw_model, settle_threads
 
 MakeConfig = Callable[..., Config]
 
@@ -78,6 +79,19 @@ def test_start_is_told_by_stage(tiny: MakeConfig, tiny_cache: TokenCache) -> Non
     with Trainer(tiny(), tiny_cache) as trainer:
         assert set(trainer.stage_seconds) == {"runtime", "model_and_optimizer", "loader"}
         assert all(seconds >= 0 for seconds in trainer.stage_seconds.values())
+
+
+def test_weights_that_are_drawn_beside_the_devices_start_are_the_same(tiny: MakeConfig) -> None:
+    """In a thread of their own, whatever the other draws and sets meanwhile."""
+    with ThreadPoolExecutor(1) as beside, torch.device("meta"), torch.inference_mode():
+        drawn = beside.submit(draw_model, tiny()).result()
+    torch.manual_seed(1)
+    solo, other = Solo(tiny(), torch.device("cpu"), drawn), Solo(tiny(), torch.device("cpu"))
+    assert solo.model is drawn
+    assert all(map(torch.equal, solo.model.state_dict().values(), other.model.state_dict().values()))
+    rows = torch.arange(8 * 17).reshape(8, 17) % 61
+    assert solo.step(rows, 0).loss.item() == other.step(rows, 0).loss.item()
+    assert all(map(torch.equal, solo.model.state_dict().values(), other.model.state_dict().values()))
 
 
 def test_a_cache_with_more_ids_than_the_model_is_refused(tiny: MakeConfig, tiny_cache: TokenCache) -> None:
