@@ -25,9 +25,6 @@ from tinyllm_ray.train.starter import end_group, open_log
 COMPILED = "compiled"
 """Ending of the file, beside a candidate's log, that keeps what it compiled."""
 
-COMPILED = "compiled"
-"""Ending of the file, beside a candidate's log, that keeps what it compiled."""
-
 _SECONDS_TO_END = 5.0
 """How long a killed candidate may take to be reaped before its starter is given up."""
 
