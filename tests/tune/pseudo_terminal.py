@@ -41,6 +41,11 @@ class Terminal:
         os.close(self._descriptor)
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
+    def go_away(self) -> int:
+        """As where a line drops; the command's exit status."""
+        os.close(self._descriptor)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
     @property
     def text(self) -> str:
         return self.said.decode()

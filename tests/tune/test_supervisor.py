@@ -600,16 +600,24 @@ def supervising(tag: str, out: Path) -> Iterator[Callable[..., Supervising]]:
             one.process.communicate()
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "heard", "status"),
+    [
+        (signal.SIGINT, signal.SIGINT, 130),
+        (signal.SIGTERM, signal.SIGTERM, 143),
+        (signal.SIGUSR1, signal.SIGTERM, 143),
+        (signal.SIGHUP, signal.SIGTERM, 143),
+    ],
+)
 def test_the_first_signal_asks_for_a_clean_end(
-    number: int, status: int, supervising: Callable[..., Supervising], out: Path, tag: str
+    number: int, heard: int, status: int, supervising: Callable[..., Supervising], out: Path, tag: str
 ) -> None:
     body = f"""
     def end(number, frame):
         record(number)
         channel.send("done", exit_status=0)
         sys.exit(0)
-    signal.signal({int(number)}, end)
+    signal.signal({int(heard)}, end)
     begin()
     ready()
     time.sleep(600)
@@ -617,7 +625,7 @@ def test_the_first_signal_asks_for_a_clean_end(
     one = supervising(body)
     one.signal(number)
     assert one.end() == (status, f"[{status}, false, []]\n")
-    assert numbers(out / "trials.jsonl") == [number]
+    assert numbers(out / "trials.jsonl") == [heard]
     assert running(tag) == []
 
 

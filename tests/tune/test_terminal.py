@@ -1,5 +1,6 @@
 """On real terminals: the table fits, what is said stays, and nothing but a terminal gets control codes."""
 
+import json
 import os
 import re
 import signal
@@ -90,6 +91,16 @@ def begin(folder: Path, *arguments: str) -> Terminal:
     log = folder / "log.jsonl"
     terminal.read_until(lambda: any(line["kind"] == "waiting" for line in journal.read_lines(log)))
     return terminal
+
+
+def test_a_terminal_that_goes_away_ends_the_study_with_its_report(tmp_path: Path) -> None:
+    assert begin(tmp_path).go_away() == 143
+    (folder,) = (tmp_path / "studies").iterdir()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["ended"] == "SIGTERM"
+    assert summary["selected"] is not None
+    assert (folder / "selected.yaml").exists()
+    assert len(journal.read_lines(folder / "trials.jsonl")) == 3
 
 
 def test_ctrl_c_ends_well_and_says_how_to_go_on(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ class PlainLines:
 
 
 class LiveTable:
-    """A table that is drawn again twice a second."""
+    """A table that is drawn again twice a second, for as long as the terminal is there."""
 
     def __init__(self, console: Console, look: Callable[[], View]) -> None:
         self._look = look
@@ -59,13 +59,15 @@ class LiveTable:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._live.__exit__(None, None, None)
+        with contextlib.suppress(OSError):
+            self._live.__exit__(None, None, None)
 
     def say(self, text: str) -> None:
         say(self._console, text)
 
     def show(self, row: Row) -> None:
-        self._live.refresh()
+        with contextlib.suppress(OSError):
+            self._live.refresh()
 
     def _render(self) -> Group:
         return render(self._look(), self._console.width, self._console.height - 1)

@@ -120,8 +120,8 @@ def supervise(
     """Run `command` as a study's child; returns at most LATE_SECONDS after the deadline, whatever the child does.
 
     The child is told to end (SIGTERM) a grace before the deadline, and killed with all it started at the deadline. In
-    the main thread SIGINT and SIGTERM are forwarded to it once; a second one kills. Raises ConfigError before anything
-    is started where the node-local journal cannot be kept.
+    the main thread SIGINT and SIGTERM (SIGUSR1 and SIGHUP for one, too) are forwarded to it once; a second one kills.
+    Raises ConfigError before anything is started where the node-local journal cannot be kept.
     """
     started = time.monotonic()
     marker = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
@@ -269,19 +269,19 @@ def _tell(keeper: "subprocess.Popen[bytes]", child: int) -> None:
 
 @contextlib.contextmanager
 def _collected_signals(received: list[int]) -> Iterator[None]:
-    """SIGINT and SIGTERM are noted instead of acted on; only the main thread may do this, elsewhere nothing changes."""
-
+    """Signals are noted, not acted on, SIGUSR1 and SIGHUP as SIGTERM; outside of the main thread nothing changes."""
     heard: dict[int, float] = {}
 
     def note(number: int, frame: FrameType | None) -> None:
-        before, heard[number] = heard.get(number, -math.inf), time.monotonic()
-        if heard[number] - before > _ONE_WISH_SECONDS:
-            received.append(number)
+        wish = number if number == signal.SIGINT else signal.SIGTERM
+        before, heard[wish] = heard.get(wish, -math.inf), time.monotonic()
+        if heard[wish] - before > _ONE_WISH_SECONDS:
+            received.append(wish)
 
     previous = {}
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # a background job's Ctrl-C stays ignored
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # a background job's Ctrl-C, and nohup, stay ignored
                 previous[number] = signal.signal(number, note)
     try:
         yield
