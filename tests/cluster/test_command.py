@@ -1,5 +1,7 @@
 """`python -m tinyllm_ray.cluster`: what it prints without a Slurm, and how it ends."""
 
+import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tinyllm_ray.cluster.__main__ import main
+from tinyllm_ray.cluster.launch import build_parser
 
 SUBMIT = ["submit", "--nodes", "4", "--gpus-per-node", "4", "--time", "1:00:00", "--account", "proj42"]
 TUNE = ["--", "tune", "--budget", "45m", "--out", "my studies/20m"]
@@ -109,6 +112,27 @@ def test_where_there_is_no_slurm_it_says_so(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(arguments) == 2
     assert "is not on the PATH; run this where Slurm's commands are" in capsys.readouterr().err
+
+
+def test_the_tunnel_goes_through_the_sites_login_host_and_else_through_the_one_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site = tmp_path / "site.yaml"
+    site.write_text("login: login.example.org\n")
+    assert main([*SUBMIT, "--site", str(site), "--dry-run", *TUNE]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("options=(")][-1:]
+    login = build_parser().parse_args([*shlex.split(line.removeprefix("options=(").rstrip(")")), "tune"]).login
+
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\necho JobId=7 JobState=RUNNING NodeList=n1 StdOut={tmp_path}/tinyllm-7.log\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    record = {"head": "n1", "nodes": {}, "token": "/tmp/token", "dashboard_port": 5, "login": login}
+    (tmp_path / "tinyllm-7").mkdir()
+    (tmp_path / "tinyllm-7" / "cluster.json").write_text(json.dumps(record))
+    for named, host in (([], "login.example.org"), (["--login", "gate"], "gate")):
+        assert main(["dashboard", "7", *named]) == 0
+        assert f"ssh -N -L 5:127.0.0.1:5 -J {host} n1\n" in capsys.readouterr().out
 
 
 def test_neither_ray_nor_torch_is_imported_and_the_launcher_needs_the_standard_library_alone() -> None:

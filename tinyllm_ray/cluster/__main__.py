@@ -91,7 +91,7 @@ def build_parser() -> Parser:
     account = add("account", "Say what a job's GPU seconds went to, how it ended, and the energy it took.", _ACCOUNTS)
     account.add_argument("what", metavar="JOB|OUT", help="a job's number, or a study's folder")
     account.add_argument("--json", action="store_true", help="for programs: one JSON object")
-    dashboard.add_argument("--login", metavar="HOST", help="the host to go through to the nodes")
+    dashboard.add_argument("--login", metavar="HOST", help="the host to go through to the nodes (default: the site's)")
     add_selfcheck(add("selfcheck", "Check this machine before a study spends an allocation on it."))
     return parser
 
@@ -177,7 +177,8 @@ def _dashboard(options: argparse.Namespace) -> None:
         raise ConfigError(f"job {job.number} has ended ({job.state}), and its dashboard with it")
     record = jobs.cluster_record(job)
     port, head = record["dashboard_port"], record["head"]
-    through = ["-J", options.login] if options.login else []
+    login = options.login or record.get("login")
+    through = ["-J", login] if login else []
     tunnel = ["ssh", "-N", "-L", f"{port}:127.0.0.1:{port}", *through, head]
     step = ["srun", f"--jobid={options.job}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={head}"]
     say(f"on your machine:  {shlex.join(tunnel)}")

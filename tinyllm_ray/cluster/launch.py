@@ -91,6 +91,7 @@ def build_parser() -> Parser:
     parser.add_argument("--container", default="", help="command that runs another one in a container")
     parser.add_argument("--stage", action="store_true", help="copy packages, tokens and compiled code to every node")
     parser.add_argument("--packs", metavar="DIR", help="where what is copied lies (default: beside the token caches)")
+    parser.add_argument("--login", metavar="HOST", help="the host to go through to the nodes, for `dashboard`")
     parser.add_argument("command", nargs=argparse.REMAINDER, help=f"{_COMMANDS} FILE.py, and its options")
     return parser
 
@@ -147,7 +148,8 @@ def on_cluster(
             raise NoResultError(f"the cluster's head went away: {describe(steps, [head])}")
         steps.end(missing, 0.0)
         study = study_folder(words) if is_study(words) else None
-        known = {"job": number, "began": since, "head": head, "study": study and str(study.absolute())}
+        known = {"job": number, "began": since, "head": head, "login": options.login}
+        known["study"] = study and str(study.absolute())
         _record(logs / RECORD, {**known, **steps.ready[head], "nodes": steps.ready})
         note(
             f"cluster: {len(steps.ready)} of {len(shares)} nodes ready at {address} in {time.monotonic() - began:.1f} s"

@@ -113,6 +113,7 @@ def _launch_options(options: argparse.Namespace, site: Site) -> list[str]:
         "scratch": site.scratch and str(Path(site.scratch)),
         "container": site.container,
         "packs": site.packs if options.stage else None,
+        "login": site.login,
     }
     given = [f"--{name}={value}" for name, value in said.items() if value is not None]
     return [*given, *(["--stage"] if options.stage else [])]
