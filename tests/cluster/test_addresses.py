@@ -6,8 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinyllm_ray.cluster.addresses import PORTS_A_JOB, address_towards, free_ports, is_free, own_address, port_blocks
-from tinyllm_ray.errors import ConfigError
+from tinyllm_ray.cluster.addresses import (
+    PORTS_A_JOB,
+    address_towards,
+    free_ports,
+    is_free,
+    own_address,
+    port_blocks,
+    require_answer,
+)
+from tinyllm_ray.errors import ConfigError, TinyllmRayError
 
 
 @given(st.integers(0, 2**31), st.integers(1, 4999))
@@ -44,3 +52,26 @@ def test_a_name_that_leads_to_another_host_or_nowhere_is_not_taken() -> None:
     assert own_address("name.invalid", None) == here
     assert own_address("192.0.2.77", None) == here
     assert own_address("localhost", None) == here
+
+
+def test_a_head_that_answers_late_is_waited_for_and_one_that_does_not_is_named_with_both_ends() -> None:
+    now, pauses = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        now[0] += seconds
+
+    with socket.socket() as head:
+        head.bind(("127.0.0.1", 0))  # nobody listens, so that it refuses at once
+        port = head.getsockname()[1]
+        refused = (
+            rf"^the head at 127\.0\.0\.1:{port} does not answer 127\.0\.0\.1 \(lo\) within 20 s: Connection refused; "
+        )
+        with pytest.raises(TinyllmRayError, match=refused):
+            require_answer(f"127.0.0.1:{port}", "127.0.0.1", clock=lambda: now[0], sleep=sleep)
+        assert sum(pauses) == 19.0
+
+        def listen(seconds: float) -> None:
+            head.listen()
+
+        require_answer(f"127.0.0.1:{port}", "127.0.0.1", clock=lambda: now[0], sleep=listen)

@@ -1,7 +1,9 @@
 """A node's step: its private folder, its secret, what Ray is told, and whether Ray is there."""
 
+import functools
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -9,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tinyllm_ray.cluster import node_folder
+from tinyllm_ray.cluster import node, node_folder
+from tinyllm_ray.cluster.addresses import require_answer
 from tinyllm_ray.cluster.node import Node, ray_arguments, ray_environment, share_of_host
-from tinyllm_ray.cluster.node_folder import claim, clear_left_behind, job_folder
-from tinyllm_ray.errors import ConfigError
+from tinyllm_ray.cluster.node_folder import NodeFolder, claim, clear_left_behind, job_folder
+from tinyllm_ray.errors import ConfigError, TinyllmRayError
 
 HEAD = Node(job=17, name="gh1", head=None, cpus=72, gpus=1, memory_mib=100_000)
 
@@ -95,6 +98,22 @@ def test_folders_of_killed_jobs_go_and_those_in_use_or_of_others_stay(
     clear_left_behind(tmp_path / "tr0-9")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["else", "tr0-2", "tr10-4"]
     os.close(lock)
+
+
+def test_a_node_that_does_not_reach_its_head_says_so_before_ray_tries_for_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node, "require_answer", functools.partial(require_answer, seconds=0.0))
+    monkeypatch.setattr(node, "_run_ray", lambda *_: pytest.fail("Ray is started"))
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        head = f"127.0.0.1:{silent.getsockname()[1]}"
+        worker = Node(job=17, name="gh2", head=head, cpus=1, gpus=0, memory_mib=512, scratch=str(tmp_path))
+        with (
+            NodeFolder(worker.scratch, worker.job, False) as folder,
+            pytest.raises(TinyllmRayError, match=rf"^the head at {head} does not answer 127\.0\.0\.1 \(lo\)"),
+        ):
+            node._start(worker, folder, tmp_path / "token")
 
 
 RAY_WHOSE_RAYLET_ENDS = """

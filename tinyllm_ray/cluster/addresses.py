@@ -6,15 +6,19 @@ Standard library only: it runs before anything slow is imported.
 import fcntl
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator
 
-from tinyllm_ray.errors import ConfigError
+from tinyllm_ray.errors import ConfigError, TinyllmRayError
 
 FIRST_PORT = 10_000
 PORTS_A_JOB = 4
 _BLOCKS = 5_000
 """Up to port 30,000: from 32,768 on Linux hands ports out by itself (ip_local_port_range)."""
 _MOST_BLOCKS_TRIED = 50
+REACH_SECONDS = 20.0
+"""For the head to answer a node, which in one network takes milliseconds; Ray 2.60 tried for 260 s without a word."""
+_PAUSE_SECONDS = 1.0
 
 _SIOCGIFADDR = 0x8915
 
@@ -79,6 +83,44 @@ def address_towards(target: str) -> str | None:
             return address
     except OSError:
         return None
+
+
+def require_answer(
+    head: str,
+    address: str,
+    seconds: float = REACH_SECONDS,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Return once `head` (HOST:PORT) has answered this host's `address`, so that both ways are open.
+
+    Raises TinyllmRayError naming both ends and the interface where it does not within `seconds`.
+    """
+    host, _, port = head.rpartition(":")
+    end = clock() + seconds
+    while True:
+        try:
+            left = max(end - clock(), _PAUSE_SECONDS)
+            with socket.create_connection((host, int(port)), timeout=left, source_address=(address, 0)):
+                return
+        except OSError as error:
+            if clock() + _PAUSE_SECONDS >= end:
+                raise TinyllmRayError(
+                    f"the head at {head} does not answer {address} ({interface_of(address)}) within {seconds:.0f} s: "
+                    f"{error.strerror or error}; name the network that nodes share as the site's interface"
+                ) from None
+        sleep(_PAUSE_SECONDS)
+
+
+def interface_of(address: str) -> str:
+    """The network interface that has an IPv4 address, in words where none has."""
+    for _, name in socket.if_nameindex():
+        try:
+            if _interface_address(name) == address:
+                return name
+        except ConfigError:
+            continue
+    return "no interface's own address"
 
 
 def _interface_address(interface: str) -> str:

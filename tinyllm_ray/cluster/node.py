@@ -22,7 +22,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tinyllm_ray.cluster.addresses import PORTS_A_JOB, address_towards, free_ports, is_free, own_address
+from tinyllm_ray.cluster.addresses import (
+    PORTS_A_JOB,
+    address_towards,
+    free_ports,
+    is_free,
+    own_address,
+    require_answer,
+)
 from tinyllm_ray.cluster.descendants import adopt_orphans, descendants, end_descendants, reap
 from tinyllm_ray.cluster.headless import end_headless
 from tinyllm_ray.cluster.limits import make_room
@@ -105,6 +112,8 @@ def _start(node: Node, own: NodeFolder, token: Path) -> tuple[dict[str, Any], se
         address = own_address(node.known_as or node.name, node.interface)
         if node.head is not None and node.interface is None:
             address = address_towards(node.head.rpartition(":")[0]) or address
+        if node.head is not None:
+            require_answer(node.head, address)
         ports = free_ports(node.job) if node.head is None else ()
         done = _run_ray([python, *_RAY, "start", *ray_arguments(node, address, ports, own.path)], environment)
         core = _core(node)
