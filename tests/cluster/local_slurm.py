@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -49,9 +49,9 @@ class LocalSlurm:
             words, cwd=self.work, text=True, capture_output=True, timeout=PATIENCE_SECONDS, check=False
         )
 
-    def submit(self, *arguments: object) -> int:
-        """The number of a job that `submit` has submitted."""
-        said = self.login(sys.executable, "-m", "tinyllm_ray.cluster", "submit", *arguments)
+    def submit(self, *arguments: object, by: Sequence[str] = ()) -> int:
+        """The number of a job that `submit` has submitted, under a command that becomes another user where one is."""
+        said = self.login(*by, sys.executable, "-m", "tinyllm_ray.cluster", "submit", *arguments)
         match = re.match(r"job (\d+), log (.*)\n", said)
         assert match, said
         assert match[2] == str(self.log(int(match[1])))
