@@ -1,9 +1,10 @@
 """Running Triton kernels in tests: on a GPU as they are, elsewhere through Triton's interpreter."""
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -54,3 +55,17 @@ def gradients(outputs: tuple[torch.Tensor, ...], inputs: list[torch.Tensor], see
     weights = [torch.randn(output.shape, generator=generator, dtype=torch.float64) for output in outputs]
     upstream = [weight.to(output) for weight, output in zip(weights, outputs, strict=True)]
     return torch.autograd.grad(outputs, inputs, upstream)
+
+
+def assert_replays_to_the_same_bits(once: Callable[[], Any]) -> None:
+    """On a GPU: what `once` returns is what a CUDA graph of it makes.
+
+    It returns tensors that are detached: no autograd graph of the first call may hold a leaf's accumulator, which
+    belongs to that call's stream.
+    """
+    expected = once()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = once()
+    graph.replay()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
