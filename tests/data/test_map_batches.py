@@ -1,7 +1,9 @@
 """One contract for everything that maps a function over batches: in this process, in worker processes, on Ray."""
 
 import functools
+import multiprocessing
 import os
+import struct
 import subprocess
 import sys
 import threading
@@ -38,6 +40,17 @@ def die(batch):
 
 def die_later(batch):
     time.sleep(0.3)  # meanwhile the next batch fills the pipe
+    os._exit(9)
+
+
+def die_in_a_result(batch):
+    """Of the second batch's result the length and one byte are written."""
+    if batch == [b"0"]:
+        return batch
+    frame = sys._getframe()
+    while "result_queue" not in frame.f_locals:
+        frame = frame.f_back
+    os.write(frame.f_locals["result_queue"]._writer.fileno(), struct.pack("!i", 1000) + b"x")
     os._exit(9)
 
 
@@ -167,6 +180,17 @@ def test_workers_that_die_while_a_batch_is_sent_hang_nothing(interrupted):
 
     with pytest.raises(KeyboardInterrupt if interrupted else TinyllmRayError):
         list(map_in_processes(die_later, sent(), workers=WORKERS))
+
+
+def test_no_end_hangs_where_a_worker_died_while_it_wrote_a_result():
+    results = map_in_processes(die_in_a_result, batches(4), workers=1)
+    assert next(results) == [b"0"]
+    while multiprocessing.active_children():
+        time.sleep(0.01)
+    closing = threading.Thread(target=results.close, daemon=True)
+    closing.start()
+    closing.join(60)
+    assert not closing.is_alive()
 
 
 def test_workers_do_not_outlive_a_killed_parent(child_environment, tmp_path):

@@ -50,19 +50,23 @@ def map_in_processes(function: Callable[[B], R], batches: Iterable[B], *, worker
             "run the same command again to go on, with fewer --workers if it was the memory"
         ) from None
     finally:
-        _read_no_more(pool)
+        _leave_pipes_to_workers(pool)
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _read_no_more(pool: ProcessPoolExecutor) -> None:
-    """Let the thread that sends batches fail where all workers are gone, instead of filling a pipe that nobody reads.
+def _leave_pipes_to_workers(pool: ProcessPoolExecutor) -> None:
+    """Let the pool's threads fail where all workers are gone, instead of waiting for them at a pipe for ever.
 
-    This process holds the reading end open as well, though it reads nothing there, and `shutdown` of Python 3.11.2 then
-    waits for that thread for ever (python/cpython#94777; 3.11.7 closes it too). Workers have ends of their own.
+    This process holds the workers' ends open as well, though it uses neither. So the thread that sends batches would
+    fill a pipe that nobody reads (python/cpython#94777; Python 3.11.7 closes that end), and the one that takes results
+    would wait for the rest of one whose worker was ended while it wrote, in each of which `shutdown` waits for it.
+    Workers have ends of their own.
     """
-    queue = getattr(pool, "_call_queue", None)
-    if queue is not None:
-        queue._reader.close()
+    batches, results = (getattr(pool, name, None) for name in ("_call_queue", "_result_queue"))
+    if batches is not None:
+        batches._reader.close()
+    if results is not None:
+        results._writer.close()
 
 
 def _start(function: Callable[[Any], Any]) -> None:
