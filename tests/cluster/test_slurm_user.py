@@ -51,7 +51,7 @@ while not Path("go").exists():
 @pytest.fixture
 def slurm(built_root: Path) -> Iterator[LocalSlurm]:
     if path := closed_to_the_user():
-        pytest.skip(f"{path} is closed to other users")
+        pytest.skip(f"needs a Python and a clone that every user may read: {path} is closed to others")
     with booted(nodes=2, cpus=2, gpus=0, cache=built_root) as local:
         local.folder.chmod(0o711)
         local.work.chmod(0o777)
