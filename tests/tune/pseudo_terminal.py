@@ -21,6 +21,7 @@ class Terminal:
         if self.pid == 0:
             size = struct.pack("HHHH", lines, columns, 0, 0)
             fcntl.ioctl(0, termios.TIOCSWINSZ, size)
+            _keep_what_is_unread()
             os.execvpe(command[0], list(command), dict(environment))
         self.said = b""
 
@@ -58,6 +59,13 @@ class Terminal:
         if not data:
             raise EOFError
         self.said += data
+
+
+def _keep_what_is_unread() -> None:
+    """Ctrl-C discards what the terminal has not read yet; one on a desk reads at once, a test between two looks."""
+    attributes = termios.tcgetattr(0)
+    attributes[3] |= termios.NOFLSH
+    termios.tcsetattr(0, termios.TCSANOW, attributes)
 
 
 class Screen:
