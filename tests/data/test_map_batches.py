@@ -44,13 +44,15 @@ def die_later(batch):
 
 
 def die_in_a_result(batch):
-    """Of the second batch's result the length and one byte are written."""
-    if batch == [b"0"]:
+    """Of the second batch's result the length and one byte are written, with the lock that other workers wait for."""
+    if batch != [b"1"]:
         return batch
     frame = sys._getframe()
     while "result_queue" not in frame.f_locals:
         frame = frame.f_back
-    os.write(frame.f_locals["result_queue"]._writer.fileno(), struct.pack("!i", 1000) + b"x")
+    results = frame.f_locals["result_queue"]
+    results._wlock.acquire()
+    os.write(results._writer.fileno(), struct.pack("!i", 1000) + b"x")
     os._exit(9)
 
 
@@ -191,6 +193,12 @@ def test_no_end_hangs_where_a_worker_died_while_it_wrote_a_result():
     closing.start()
     closing.join(60)
     assert not closing.is_alive()
+
+
+def test_a_worker_that_dies_in_a_result_is_one_clear_line_while_others_live():
+    results = map_in_processes(die_in_a_result, batches(4), workers=WORKERS)
+    with pytest.raises(TinyllmRayError, match="a worker process was ended from outside"):
+        list(results)
 
 
 def test_workers_do_not_outlive_a_killed_parent(child_environment, tmp_path):

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, Final, TypeVar
 
@@ -20,6 +20,8 @@ BATCHES_A_WORKER: Final = 2
 """In flight: one that is worked on, and one that waits for its turn."""
 BYTES_IN_FLIGHT: Final = 2**26
 """Of documents: they are held twice, here and where they are worked on."""
+_LOOK_SECONDS: Final = 1.0
+"""Between two looks at whether all workers live, where a result lets itself be waited for."""
 _PRELOADED: Final = ["tinyllm_ray.data.encode", "tokenizers"]
 _function: Callable[[Any], Any] | None = None
 
@@ -38,11 +40,11 @@ def map_in_processes(function: Callable[[B], R], batches: Iterable[B], *, worker
             while pending and (len(pending) >= BATCHES_A_WORKER * workers or in_flight + size > BYTES_IN_FLIGHT):
                 done, future = pending.popleft()
                 in_flight -= done
-                yield future.result()
+                yield _result(future, pool)
             pending.append((size, pool.submit(_run, batch)))
             in_flight += size
         while pending:
-            yield pending.popleft()[1].result()
+            yield _result(pending.popleft()[1], pool)
     except BrokenProcessPool:
         time.sleep(1.0)  # whatever ended it may be on its way to this process, and then is the better reason
         raise TinyllmRayError(
@@ -52,6 +54,23 @@ def map_in_processes(function: Callable[[B], R], batches: Iterable[B], *, worker
     finally:
         _leave_pipes_to_workers(pool)
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _result(future: Future[R], pool: ProcessPoolExecutor) -> R:
+    """What a batch came to. Raises BrokenProcessPool where a worker is gone.
+
+    The pool sees a death itself, but not one in the middle of a result: it waits for the rest of that, and the other
+    workers for the lock that the dead one held. Two looks in a row find it, and the others are ended.
+    """
+    missed = False
+    while not wait([future], timeout=_LOOK_SECONDS).done:
+        workers = list((pool._processes or {}).values())  # None once the pool has seen a death
+        missing, missed = missed, any(worker.exitcode is not None for worker in workers)
+        if missing and missed:
+            for worker in workers:
+                worker.kill()
+            raise BrokenProcessPool
+    return future.result()
 
 
 def _leave_pipes_to_workers(pool: ProcessPoolExecutor) -> None:
