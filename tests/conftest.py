@@ -1,4 +1,4 @@
-"""Which tests run (`slow` and `slurm` with the option of that name, `gpu` and `browser` where there is one), and what
+"""Which tests run (`long`, `slow`, `slurm` with the option of that name, `gpu`, `browser` where there is one), and what
 they share."""
 
 import os
@@ -31,12 +31,12 @@ def pytest_configure() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="run the tests that take 10 seconds or more as well")
     parser.addoption("--slow", action="store_true", help="run the tests that take minutes as well")
     parser.addoption("--slurm", action="store_true", help="run the tests that boot a Slurm of several nodes as well")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    needs_slow = pytest.mark.skip(reason="takes minutes; run with --slow")
     needs_gpu = pytest.mark.skip(reason="needs a CUDA device")
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and not _has_gpu():
@@ -46,10 +46,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items if why else ():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=why))
-    if not config.getoption("--slow"):
-        for item in items:
-            if item.get_closest_marker("slow"):
-                item.add_marker(needs_slow)
+    for marker, takes in (("long", "10 seconds or more"), ("slow", "minutes")):
+        for item in items if not config.getoption(f"--{marker}") else ():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=f"takes {takes}; run with --{marker}"))
 
 
 def _no_slurm(config: pytest.Config) -> str | None:

@@ -96,6 +96,7 @@ def test_presets_and_spaces_named_in_it_exist() -> None:
         assert (ROOT / path).is_file()
 
 
+@pytest.mark.long
 def test_the_python_example_runs(built_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (code,) = blocks("python")
     monkeypatch.chdir(tmp_path)

@@ -62,6 +62,7 @@ def test_it_submits_jobs_from_an_empty_folder(python: Path, environment: dict[st
     assert "#SBATCH --partition=gh200" in done.stdout
 
 
+@pytest.mark.long
 def test_the_main_job_runs_from_an_empty_folder(
     python: Path, environment: dict[str, str], built_root: Path, tmp_path: Path
 ) -> None:

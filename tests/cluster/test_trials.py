@@ -74,6 +74,7 @@ def test_candidates_share_one_actor_and_a_failing_one_does_not_end_it(connection
     assert not list((tmp_path / "tune").rglob("checkpoint_*"))
 
 
+@pytest.mark.long
 def test_a_killed_actor_costs_its_candidate_only(connection: Connection, tmp_path: Path) -> None:
     def kill_the_first(script: Script, event: Mapping[str, Any]) -> None:
         if event["event"] == "forked" and len(script.actors) == 1:
@@ -190,6 +191,7 @@ class ReadingScript(ScriptedDriver):
         raise AssertionError(f"{candidate} was lost")
 
 
+@pytest.mark.long
 @NEEDS_SHARED_MEMORY
 def test_trials_share_their_nodes_reads_and_outlive_its_server(
     connection: Connection, cache: TokenCache, tmp_path: Path

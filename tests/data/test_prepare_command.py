@@ -240,7 +240,7 @@ def start(command, child_environment, **named):
     [
         (signal.SIGINT, 130, ["--workers", "2"]),
         (signal.SIGTERM, 143, ["--workers", "2"]),
-        (signal.SIGTERM, 143, ["--ray"]),
+        pytest.param(signal.SIGTERM, 143, ["--ray"], marks=pytest.mark.long),
     ],
 )
 def test_a_signal_ends_it_and_the_same_command_goes_on(tmp_path, child_environment, number, status, how):

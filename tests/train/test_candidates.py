@@ -153,6 +153,7 @@ def test_a_candidate_trains_on_the_tokens_of_the_cache(bench: Bench, tiny: MakeC
 
 
 @pytest.mark.usefixtures("compiler")
+@pytest.mark.long
 def test_a_compiled_candidate_learns_as_an_eager_one(bench: Bench, tiny: MakeConfig) -> None:
     """A single layer, since each of its fifteen kernels costs a compiler two seconds."""
     record = bench.run(tiny(model={"layers": 1}, execution={"update": "compiled"}))

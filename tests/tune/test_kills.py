@@ -30,6 +30,7 @@ def kill(kills: int, folder: Path) -> None:
         assert process.returncode == 0, said
 
 
+@pytest.mark.long
 def test_forty_kills_lose_nothing_and_every_second_is_charged_once(tmp_path: Path) -> None:
     kill(40, tmp_path)
 

@@ -288,6 +288,7 @@ def test_a_clusters_other_model_is_named(tmp_path: Path) -> None:
 # The command
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1500)
 def test_a_candidate_is_measured_again_for_real(built_root: Path, tmp_path: Path) -> None:
     """A process of the real trainer over real Ray; the record reaches the folder, and the page with it."""
