@@ -1,7 +1,8 @@
 """Devices as blocks: one control, measured on each of them first and from time to time, makes them comparable.
 
 Identical GPUs differ by a few percent (1.473, 1.496 and 1.539 M targets/s for one program on three GH200), which is
-more than most candidates do. A device's level is that of its controls; where they show a trend, its line at that time.
+more than most candidates do. A device's level is that of its controls; where they show a trend, its line at that time,
+which ends with the controls: of a study that goes on a day later a line would make anything.
 """
 
 import math
@@ -61,12 +62,19 @@ class _Level:
     drift: float
     mean_variance: float
     drift_variance: float
+    begin: float
+    end: float
+    """The drift holds between the two, a control's distance before the first and after the last."""
 
     def at(self, seconds: float) -> float:
-        return self.mean + self.drift * (seconds - self.centre)
+        return self.mean + self.drift * (self.held(seconds) - self.centre)
 
     def variance_at(self, seconds: float) -> float:
-        return self.mean_variance + self.drift_variance * (seconds - self.centre) ** 2
+        return self.mean_variance + self.drift_variance * (self.held(seconds) - self.centre) ** 2
+
+    def held(self, seconds: float) -> float:
+        """The nearest time that the drift is known for."""
+        return min(max(seconds, self.begin), self.end)
 
 
 class DeviceBlocks:
@@ -124,7 +132,7 @@ class DeviceBlocks:
             if one is None:
                 return 0.0, 0.0
             # The level itself cancels; what is left is the drift between the two times.
-            return one.at(at) - one.at(other_at), one.drift_variance * (at - other_at) ** 2
+            return one.at(at) - one.at(other_at), one.drift_variance * (one.held(at) - one.held(other_at)) ** 2
         if one is None or two is None:
             return 0.0, _UNKNOWN_DEVICES**2
         return one.at(at) - two.at(other_at), one.variance_at(at) + two.variance_at(other_at)
@@ -134,7 +142,8 @@ class DeviceBlocks:
         logs = [math.log(control.targets_per_second) for control in controls]
         mean, centre = statistics.fmean(logs), statistics.fmean(times)
         variance = self.spread.value**2
-        flat = _Level(mean, centre, 0.0, variance / len(logs), 0.0)
+        ends = times[0] - CONTROL_EVERY_SECONDS, times[-1] + CONTROL_EVERY_SECONDS
+        flat = _Level(mean, centre, 0.0, variance / len(logs), 0.0, *ends)
         lever = sum((time - centre) ** 2 for time in times)
         if len(logs) < _TREND_CONTROLS or not lever:
             return flat
@@ -142,7 +151,7 @@ class DeviceBlocks:
         noise = variance / lever
         if abs(drift) < t_quantile(0.975, self.spread.degrees) * math.sqrt(noise):
             return flat
-        return _Level(mean, centre, drift, variance / len(logs), noise)
+        return _Level(mean, centre, drift, variance / len(logs), noise, *ends)
 
 
 _UNKNOWN_DEVICES = 0.03
