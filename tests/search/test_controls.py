@@ -87,6 +87,17 @@ def test_a_device_that_began_late_measures_the_control_before_any_candidate() ->
     assert stages(asked, "GPU-0", "GPU-1") == ["search", "control"]
 
 
+@pytest.mark.parametrize("seconds", [1e6, 300.0])
+def test_a_study_that_goes_on_elsewhere_measures_the_control_there(seconds: float) -> None:
+    """However little is left: without it the two devices' figures say next to nothing of each other."""
+    asked = study(going(100.0)._cost.records)
+    trial = asked.ask(seconds)
+    assert isinstance(trial, Trial)
+    assert trial.stage == "search"
+    asked.tell(on_device(gh200(trial), 1, 0.96, 86400.0))
+    assert stages(asked, "GPU-1", seconds=seconds) == ["control"]
+
+
 def test_a_device_that_has_its_control_goes_on_where_others_have_not_come_yet() -> None:
     """They may be busy with another's job for as long as the study lasts."""
     asked = study(devices=4)

@@ -86,7 +86,11 @@ class Controls:
     def _is_first_due(self, device: str | None, measuring: int) -> bool:
         """Whether some device, and so perhaps this one, has not begun with the control."""
         known = {device_name(record) for record in self._measured}
-        return device not in known and max(len(known), self._begun) + measuring < self._devices
+        if device in known:
+            return False
+        # One that has run a trial without it came late, as in a study that goes on in another place.
+        came_late = bool(known) and device in self._until
+        return came_late or max(len(known), self._begun) + measuring < self._devices
 
     def _is_due(self, device: str | None) -> bool:
         if device not in self._until or not self._measured:
