@@ -125,6 +125,20 @@ def test_runs_of_different_length_are_compared_where_both_have_been() -> None:
     assert told(a_record("other", MUCH, updates=(60,)), a_record("base", updates=(1, 20))).fate is Fate.COMPLETE
 
 
+def test_a_short_control_does_not_spare_candidates_the_updates_after_it() -> None:
+    """A device's control has some hundred updates at most, and the baseline more."""
+    base, control = a_record("base"), a_record("base", updates=(1, 20), purpose="control")
+    honest = a_record("other", LITTLE)
+    assert honest.proof is not None
+    *early, late = honest.proof.trajectory
+    strayed = honest.model_copy(update={"proof": Proof(trajectory=[*early, late.model_copy(update={"loss": 8.1})])})
+    assert told(honest, base, control) is honest
+    found = told(strayed, base, control)
+    assert found.fate is Fate.INVALID
+    assert found.reason is not None
+    assert found.reason.startswith("update 60: loss 8.1 is outside")
+
+
 def test_a_record_without_a_proof_has_nothing_to_be_judged_by() -> None:
     record = a_record("other", proof=None)
     assert told(record, a_record("base")) is record

@@ -29,16 +29,18 @@ def _strays(
     if record.fate != Fate.COMPLETE or record.execution_identity == baseline:
         return None
     own = _trajectory(record)
-    runs = _reference(record, earlier, baseline)
-    shared = {point.update for point in own}.intersection(*({point.update for point in run} for run in runs))
+    runs = [(run, {point.update for point in run}) for run in _reference(record, earlier, baseline)]
+    shared = {point.update for point in own if any(point.update in updates for _, updates in runs)}
     if record.cache_identity is None:
         # One synthetic batch is soon known by heart, and what rounding does to that nobody has measured.
         shared = shared.intersection(EARLY_UPDATES)
-    if not runs or not shared:
-        return None
-    runs = [[point for point in run if point.update in shared] for run in runs]
     float32 = all(device.kind == "cpu" for device in record.devices)
-    return within_band(own, of_equal_runs(runs, learning_rates, float32=float32))
+    band = {}
+    for update in sorted(shared):
+        # Controls are shorter than the baseline's own run, which must not cost the others their late updates.
+        equal = [run for run, updates in runs if update in updates]
+        band[update] = of_equal_runs(equal, learning_rates, float32=float32)[update]
+    return within_band(own, band)
 
 
 def _reference(record: TrialRecord, earlier: list[TrialRecord], baseline: str) -> list[Trajectory]:
