@@ -139,6 +139,20 @@ def test_smaller_micro_batches_are_scaled_up_from_the_nearest() -> None:
     assert 0.0265 * windows.expected / 0.11 == pytest.approx(0.0445, rel=0.1)
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_of_a_larger_and_a_smaller_neighbour_each_says_what_it_says(order: tuple[int, ...]) -> None:
+    """Four rows and sixteen are as unlike eight, and an update takes 0.28 s and 0.1 s in them."""
+    records = [
+        seen({"micro_batch_size": 16}, 0.1),
+        seen({"micro_batch_size": 16}, 0.1),
+        seen({"micro_batch_size": 4}, 0.28),
+    ]
+    predict = model(*(records[index] for index in order), windows=1, updates_per_window=1).predict
+    windows = predict(settings(micro_batch_size=8)).windows
+    assert windows.expected == pytest.approx(0.1 * 2**0.75)
+    assert windows.upper >= 0.2
+
+
 def test_eager_is_slower_than_compiled_and_the_other_way_round() -> None:
     eager = model(seen({}, 0.1), windows=1, updates_per_window=1).predict(settings(update="eager")).windows
     assert 0.2 < eager.expected < 0.3

@@ -143,11 +143,16 @@ class CostModel:
             return Estimate(expected, expected * (UNSEEN_SIZE if self._priors.earlier else UNSEEN_MACHINE))
         distances = [distance(execution, record.execution) for record, _ in timed]
         nearest = min(distances)
-        similar = [index for index, distance in enumerate(distances) if distance == nearest]
-        seconds = statistics.median(timed[index][1] for index in similar)
-        scale = scaled(timed[similar[-1]][0].execution, execution, self.device_kind)
+        # Of micro-batches as unlike the asked one some are larger and some smaller: each says what it says.
+        similar = [
+            Estimate(seconds * scale.expected, seconds * scale.upper)
+            for (record, seconds), distance in zip(timed, distances, strict=True)
+            if distance == nearest
+            for scale in [scaled(record.execution, execution, self.device_kind)]
+        ]
+        expected, upper = (statistics.median(one[part] for one in similar) for part in (0, 1))
         margin = SAME_MARGIN if nearest[:3] == (0, 0, 0) else OTHER_MARGIN
-        return Estimate(seconds * scale.expected, seconds * scale.upper * margin)
+        return Estimate(expected, upper * margin)
 
     def starts(self, execution: Mapping[str, Any]) -> Starts:
         """What a training with these settings spends before its updates, by what was seen of the compilation."""
