@@ -105,6 +105,13 @@ def needs_gpu(key: str, value: object) -> bool:
     return (key, value) in {("update", "graph"), ("residual_dtype", "bfloat16")} or value == "triton"
 
 
+def forbids_determinism(key: str, value: object) -> bool:
+    """Whether an execution whose setting `key` is `value` cannot promise equal bits."""
+    return (key, value) == ("sdpa_backend", "cudnn") or (
+        key == "compile_mode" and str(value).startswith("max-autotune")
+    )
+
+
 def options_of(key: str) -> tuple[str, ...]:
     """The values of an execution setting that names one of several."""
     return get_args(ExecutionConfig.model_fields[key].annotation)

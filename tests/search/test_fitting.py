@@ -171,6 +171,28 @@ def test_packs_have_an_optimizer_kernel_of_their_own() -> None:
         pack(True, 2, 8).with_execution({"optimizer_kernel": "triton"})
 
 
+def test_what_determinism_forbids_is_dropped_where_the_space_leaves_no_choice() -> None:
+    factors = {"sdpa_backend": ["auto", "cudnn"], "compile_mode": ["default", "max-autotune"]}
+    asked = space(factors, {"update": "compiled", "deterministic": True})
+    fit = fit_space(asked, recipe(8), "cuda", 4)
+    assert fit.notes == (
+        "sdpa_backend: cudnn dropped: deterministic forbids it",
+        "compile_mode: max-autotune dropped: deterministic forbids it",
+    )
+    assert list(fit.executions()) == [fit.baseline]
+    packed = fit_space(asked, pack(True, 2, 8), "cuda", 4)
+    assert packed.factors["compile_mode"] == ("default",)
+
+
+def test_what_determinism_forbids_runs_without_it_where_that_is_varied() -> None:
+    asked = space({"deterministic": [False, True], "sdpa_backend": ["auto", "cudnn"]})
+    found = {(one["deterministic"], one["sdpa_backend"]) for one in fit_space(asked, recipe(8), "cuda", 4).executions()}
+    assert found == {(False, "auto"), (True, "auto"), (False, "cudnn")}
+    eager = space({"deterministic": [True], "update": ["eager", "compiled"], "compile_mode": ["max-autotune"]})
+    found = {(one["update"], one["deterministic"]) for one in fit_space(eager, recipe(8), "cuda", 4).executions()}
+    assert found == {("compiled", False), ("eager", True)}
+
+
 def test_processes_are_captured_by_no_graph() -> None:
     asked = space({"update": ["compiled", "graph"], "packed_backward": ["at_once", "processes"]})
     found = {
@@ -262,6 +284,7 @@ VALUES: dict[str, list[Any]] = {
     "optimizer_kernel": ["torch", "triton"],
     "residual_dtype": ["float32", "bfloat16"],
     "recompute_activations": [False, True],
+    "deterministic": [False, True],
     "packed_backward": [None, "at_once", "one_by_one"],
 }
 WHENS: list[dict[str, Any]] = [
@@ -282,6 +305,7 @@ def spaces(draw: st.DrawFn) -> Space:
         "update": draw(st.sampled_from(VALUES["update"])),
         "loss_kernel": draw(st.sampled_from(VALUES["loss_kernel"])),
         "sdpa_backend": draw(st.sampled_from(["auto", "math"])),
+        "deterministic": draw(st.sampled_from([False, True])),
     }
     return space(factors, baseline, when=draw(st.sampled_from(WHENS)))
 

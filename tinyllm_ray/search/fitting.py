@@ -13,6 +13,7 @@ from tinyllm_ray.execution import (
     ExecutionConfig,
     default_micro_batch_size,
     default_packed_backward,
+    forbids_determinism,
     needs_gpu,
 )
 from tinyllm_ray.measure.band import CHECKED_UPDATES
@@ -77,6 +78,10 @@ class FittedSpace:
             execution["compile_mode"] = "max-autotune-no-cudagraphs" if autotuned else "default"
         if execution["update"] == "graph" and execution["packed_backward"] == "processes":
             execution["packed_backward"] = None  # a graph captures the work of one process
+        if execution["update"] == "eager":
+            execution["compile_mode"] = None
+        if any(forbids_determinism(key, value) for key, value in execution.items()):
+            execution["deterministic"] = False  # a value of the space, else what forbids it is none
         return _settled(execution)
 
     def executions(self) -> Iterator[dict[str, Any]]:
@@ -101,14 +106,17 @@ def fit_space(
     baseline = _fit_baseline(space, config, device_kind, cores, notes)
     factors = {}
     dropped: dict[str, list[str]] = {}
-    for key, values in space.factors.items():
-        settled = _collapse(key, [_settle_null(key, value, baseline, config) for value in values], notes)
-        misfits, why = _misfits(key, settled, config, device_kind, cores, lacks)
-        if misfits:
-            shown = ", ".join("null" if value is None else str(value) for value in misfits)
-            dropped.setdefault(f"{shown} dropped: {why}", []).append(key)
-        if fitting := tuple(value for value in settled if value not in misfits):
-            factors[key] = fitting
+    for key, asked in space.factors.items():
+        settled = _collapse(key, [_settle_null(key, value, baseline, config) for value in asked], notes)
+        fitting = settled
+        misfits = _misfits(key, settled, config, device_kind, cores, lacks)
+        for values, why in (misfits, _indeterminate(key, settled, baseline, space)):
+            if out := [value for value in values if value in fitting]:
+                shown = ", ".join("null" if value is None else str(value) for value in out)
+                dropped.setdefault(f"{shown} dropped: {why}", []).append(key)
+                fitting = [value for value in fitting if value not in out]
+        if fitting:
+            factors[key] = tuple(fitting)
         elif key == "micro_batch_size":
             # The recipe's doing and not the machine's: going on without the factor would hide the mistake.
             raise ConfigError(
@@ -215,6 +223,12 @@ def _misfits(
     needed = {value: NEEDED_BY.get((key, value)) for value in values}
     missing = list(dict.fromkeys(module for module in needed.values() if module in lacks))
     return [value for value in values if needed[value] in lacks], f"{', '.join(map(str, missing))} is not installed"
+
+
+def _indeterminate(key: str, values: list[Any], baseline: Mapping[str, Any], space: Space) -> tuple[list[Any], str]:
+    """The values that cannot promise equal bits, where the baseline does and the space leaves no choice; and why."""
+    asked = baseline["deterministic"] and False not in space.factors.get("deterministic", ())
+    return [value for value in values if asked and forbids_determinism(key, value)], "deterministic forbids it"
 
 
 def _rows_of(config: Config) -> str:
