@@ -12,13 +12,15 @@ from fakes import FakeClock
 from tinyllm_ray.clock import Deadline
 from tinyllm_ray.config import Config, load
 from tinyllm_ray.promise import Promise
-from tinyllm_ray.records import Device, KernelTime, Proof, TrajectoryPoint, TrialRecord, Window
+from tinyllm_ray.records import Device, Fate, KernelTime, Proof, Seconds, TrajectoryPoint, TrialRecord, Window
+from tinyllm_ray.search.candidate import make_candidate
 from tinyllm_ray.search.fitting import fit_space
 from tinyllm_ray.search.paired import PairedVerifier
 from tinyllm_ray.search.space import load_space
 from tinyllm_ray.search.study import Study
 from tinyllm_ray.train.outcome import RunningCandidate, build_record, judge
 from tinyllm_ray.tune.driver import StudyDriver
+from tinyllm_ray.tune.promise import build_promise
 from tinyllm_ray.tune.report import Report
 
 CONFIG = load("nano")
@@ -110,6 +112,26 @@ def by_kind(request: dict[str, Any]) -> float:
     if request["config"]["execution"]["update"] != "compiled":
         return 2000.0
     return 2900.0 if request["protocol"]["least_seconds"] >= 60 else 3000.0
+
+
+def test_a_candidate_that_was_cut_and_measured_again_has_found_the_compilation_of_those_between(tmp_path: Path) -> None:
+    driver = study(tmp_path, verified=False)
+    measure(driver, tmp_path, by_kind)
+    space, base = driver.study.space, driver.records[0]
+    made = next(record for record in driver.records if record.execution["update"] == "compiled")
+
+    def record(number: int, threads: int, at: float, **changes: Any) -> TrialRecord:
+        candidate = make_candidate(number, space.settle({**made.execution, "cpu_threads": threads}))
+        names = {"candidate": candidate.id, "execution_identity": candidate.execution_identity}
+        return made.model_copy(update={**names, "execution": candidate.execution, "timestamp": at, **changes})
+
+    cut = {"fate": Fate.TIMED_OUT, "seconds": Seconds(start=1.0, total=2.0), "windows": [], "targets_per_second": None}
+    warm = {"seconds": made.seconds.model_copy(update={"compile": 3.0})}
+    records = [base, record(3, 2, 1.0, **cut), record(4, 1, 2.0), record(3, 2, 3.0, **warm)]
+    again = Study(space, records=records)
+    promise = build_promise(again, records[-1], CONFIG.with_execution(records[-1].execution), tmp_path)
+    assert promise is not None
+    assert promise.start_seconds == pytest.approx((base.environment["import_seconds"] or 0.0) + 1.0 + 3.0)
 
 
 def test_an_unverified_choice_promises_what_the_search_measured(tmp_path: Path) -> None:

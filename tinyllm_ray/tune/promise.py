@@ -24,7 +24,9 @@ def build_promise(study: Study, chosen: TrialRecord, config: Config, out: Path) 
     """The promise of `config`, the selected configuration, whose record `chosen` is; None without a device to name."""
     if not chosen.devices:
         return None
-    records = [status.record for status in study.candidates() if status.record is not None]
+    # By their numbers a candidate that was measured again would stand before those that compiled for it.
+    known = [status.record for status in study.candidates() if status.record is not None]
+    records = sorted(known, key=lambda record: record.timestamp)
     own = [record for record in records if record.execution_identity == chosen.execution_identity]
     expected = expected_rate(
         chosen, [record for record in own if record.purpose == "verification"], spread_of(records, CAUTIOUS_SPREAD)
