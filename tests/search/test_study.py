@@ -340,6 +340,18 @@ def test_a_choice_that_cannot_be_verified_is_better_than_none() -> None:
     assert first.upper_seconds + reserved > 100
 
 
+def test_no_time_is_kept_for_comparing_with_a_baseline_that_failed() -> None:
+    outcome = fates({"mb32 compiled default auto": Fate.FAILED})
+    done = replay(study(verifier=InterleavedPairs()), outcome, budget=130)
+    reserved = InterleavedPairs().seconds(done.study._cost, done.study.space.baseline, done.study.space.baseline)
+    first = next(trial for trial in done.trials if trial.stage == "search")
+    assert first.prediction.upper_seconds + reserved > 110, "both would not have fitted"
+    chosen = done.study.selection()
+    assert chosen is not None
+    assert chosen.record.execution["update"] == "compiled"
+    assert done.elapsed <= 130
+
+
 # Verification
 
 

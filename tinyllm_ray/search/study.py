@@ -67,7 +67,7 @@ class Study:
         self.verification: Verification | None = None  # that has begun
         self._running: dict[str, Trial] = {}
         """By candidate id."""
-        self._admission = self._admit(math.inf)
+        self._admission = Admission(math.inf, self._reserve, space.baseline)
         """At the last ask."""
         self._selected: tuple[Selection | None] | None = None  # the verdict, asked for since the last record
         work = space.parameters * space.targets_per_update
@@ -86,7 +86,7 @@ class Study:
 
         `device` (by `noise.device_name`) is the one whose trial has just ended, where that is known.
         """
-        self._admission = self._admit(remaining_seconds)
+        self._admission = Admission(remaining_seconds, self._reserve, self.space.baseline)
         if self._baseline in self._searching():
             comes_first = f"{self._candidates[self._baseline].id} comes first: every other is compared with it"
             return self._ask_control(device) or Wait(comes_first)
@@ -247,11 +247,10 @@ class Study:
         protocol = self.protocol if execution == self.space.baseline else self.space.search_protocol
         return self._cost.predict(execution, protocol=protocol)
 
-    def _admit(self, seconds_left: float) -> Admission:
-        return Admission(seconds_left, self._reserve, self.space.baseline)
-
     def _reserve(self, execution: Mapping[str, Any]) -> float:
         """Seconds to keep for verification, should this execution, the present choice, or the fastest win."""
+        if not any(one.execution_identity == self._baseline for one in ranked(self._results.values())):
+            return 0.0  # nothing is verified that no baseline stands beside
         selection = self._choice()
         finalists = [execution, *(one.execution for one in (selection and selection.record, self.incumbent()) if one)]
         return reserved_seconds(self.verifier, self._cost, finalists, self.space.baseline)
@@ -290,8 +289,8 @@ class Study:
         return {trial.candidate.execution_identity: trial for trial in running if trial.stage not in AGAIN}
 
     def _standing(self) -> Standing:
-        searching = self._searching()
-        return Standing(self._results, self._lapsed, searching, self._admission, self._baseline, self._prediction)
+        known = self._results, self._lapsed, self._searching()
+        return Standing(*known, self._admission, self._baseline, self._prediction)
 
     def _finished(self, why: str) -> Finished:
         left_out = bool(self._admission.left_out)
