@@ -600,6 +600,24 @@ def test_timed_out_and_lost_ones_are_measured_again(fate: Fate) -> None:
     assert states(going)["mb32 eager auto t8"] == State.RUNNING
 
 
+def test_what_the_search_cut_may_do_with_more_time() -> None:
+    """No setting is at fault of it, and it is measured once it promises as much as it did."""
+    broken = replay(study(), fates({"mb32 compiled max-autotune": Fate.TIMED_OUT}))
+    cut = next(one for one in broken.records if one.fate == Fate.TIMED_OUT)
+    assert replay(broken.study).trials == [], "in one run it is settled"
+    again = replay(study(broken.records))
+    assert cut.execution_identity in {trial.candidate.execution_identity for trial in again.trials}
+
+
+@pytest.mark.parametrize("fate", sorted(MEASURED_AGAIN))
+def test_one_that_failed_and_was_cut_when_it_was_tried_again_is_settled_no_more(fate: Fate) -> None:
+    broken = replay(study(), fates({"mb32 eager": Fate.FAILED}), stop_after=2)
+    failed = broken.records[1]
+    records = [*broken.records, failed.model_copy(update={"fate": fate})]
+    assert take(study(records)).candidate.id == failed.candidate
+    assert take(study(records[:2])).candidate.id != failed.candidate
+
+
 def test_a_finished_study_has_nothing_to_do_when_it_is_resumed() -> None:
     whole = replay(study())
     rest = replay(study(whole.records))

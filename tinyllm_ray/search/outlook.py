@@ -10,7 +10,7 @@ believer of Ginsbourger, Le Riche & Carraro, 2010).
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +80,9 @@ class Outlook:
         cost: CostModel,
         priors: Priors,
         running: Sequence[Mapping[str, Any]] = (),
+        lapsed: Collection[str] = (),
     ) -> None:
+        """`lapsed` are executions, by identity, whose records say nothing of whether they run."""
         self.space, self.objective, self.cost = space, objective, cost
         self._records = [record for record in cost.records if record.fate in RAN and rate(record) is not None]
         self._earlier = priors.earlier
@@ -97,7 +99,8 @@ class Outlook:
             model = EffectModel(prior, space.baseline, observations)
         self._throughput = model
         carried = [record for study in priors.earlier for record in study.verdicts]
-        self._chances = Chances(space.baseline, [*carried, *cost.records])
+        told = [record for record in cost.records if record.execution_identity not in lapsed]
+        self._chances = Chances(space.baseline, [*carried, *told])
 
     @functools.cached_property
     def best(self) -> tuple[float, float, bool]:

@@ -11,6 +11,16 @@ _LOSSES = 2
 """After so many the candidate itself may be what takes its node down."""
 
 
+def keep(record: TrialRecord, settled: bool, results: dict[str, TrialRecord], lapsed: dict[str, TrialRecord]) -> None:
+    """Put a candidate's last record among the `results`, or the `lapsed` ones, by execution identity.
+
+    It takes the place of any before: what failed, was tried once more and was cut then is settled no more.
+    """
+    kept, other = (results, lapsed) if settled else (lapsed, results)
+    other.pop(record.execution_identity, None)
+    kept[record.execution_identity] = record
+
+
 def settles(record: TrialRecord, records: Iterable[TrialRecord]) -> bool:
     """Whether a candidate is done with after this record, the last of `records`, in the run that made it.
 

@@ -29,7 +29,7 @@ from tinyllm_ray.search.pool import Pool
 from tinyllm_ray.search.priors import Priors
 from tinyllm_ray.search.rates import ranked
 from tinyllm_ray.search.ruled_out import RuledOut, hopeless, out_of_memory
-from tinyllm_ray.search.settled import MEASURED_AGAIN, settles
+from tinyllm_ray.search.settled import MEASURED_AGAIN, keep, settles
 from tinyllm_ray.search.standing import Standing
 from tinyllm_ray.search.verdict import THROUGHPUT, Selection
 from tinyllm_ray.search.verified import Verified
@@ -105,9 +105,8 @@ class Study:
             self.verification.tell(record)
         else:
             self._learn(record)
-            kept = self._results if settles(record, self._cost.records) else self._lapsed
             if trial.stage != "control":
-                kept[record.execution_identity] = record
+                keep(record, settles(record, self._cost.records), self._results, self._lapsed)
 
     def bar(self, trial: Trial) -> Bar:
         """What the trial is stopped for where it cannot reach it; nothing for what others are compared with."""
@@ -190,7 +189,7 @@ class Study:
         if hopeless(self._results.values()):
             return Finished(f"none of {len(self._results)} candidates ran", budget_exhausted=False)
         running = [trial.candidate.execution for trial in self._running.values()]
-        outlook = Outlook(self.space, self.objective, self._cost, self._priors, running)
+        outlook = Outlook(self.space, self.objective, self._cost, self._priors, running, self._lapsed)
         open_ = self._open(outlook)
         if not open_:
             return self._finished("space exhausted")
@@ -268,15 +267,14 @@ class Study:
     # What is known
 
     def _resume(self, record: TrialRecord) -> None:
-        name = record.execution_identity
         if record.purpose in ("verification", "repeat"):
             self.measured_again.append(record)
             return
         self._learn(record)
         if record.purpose == "control":
             return
-        self._candidates.keep(record.candidate, record.execution, name)
-        (self._lapsed if record.fate in MEASURED_AGAIN else self._results)[name] = record
+        self._candidates.keep(record.candidate, record.execution, record.execution_identity)
+        keep(record, record.fate not in MEASURED_AGAIN, self._results, self._lapsed)
 
     def _learn(self, record: TrialRecord) -> None:
         self.controls.hear(record)
