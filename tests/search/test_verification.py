@@ -318,6 +318,18 @@ class TestSeveralDevices:
         assert {run.device for run in runs} == {"GPU-2"}
         assert done == Done("every comparison is decided")
 
+    def test_a_device_of_an_earlier_session_that_is_gone_costs_nothing(self) -> None:
+        """The cluster knows no place for it, and starts the process where there is one."""
+        phase = self.phase()
+        assert phase.verification.ask(math.inf).device == "GPU-2"  # type: ignore[union-attr]
+        phase = self.phase()
+        here = {"devices": a_record("x", device="GPU-3").devices}
+        runs, done = phase.go(spoil=lambda run: here)
+        assert letters(runs) == "ABBABAAB"
+        assert [run.device for run in runs] == ["GPU-2", *["GPU-3"] * 7]
+        assert phase.verification.withdrawn == {}
+        assert done == Done("every comparison is decided")
+
     def test_a_device_that_goes_away_costs_the_round_and_not_the_verdict(self) -> None:
         phase = self.phase()
 
@@ -344,6 +356,42 @@ class TestResumed:
         runs, _ = phase.go()
         assert {run.round for run in runs} == {3, 4}
         assert len(phase.build(phase.records).pairs("B", "A")) == 4, "no number is given twice"
+
+    def test_a_round_that_was_broken_off_before_its_baseline_is_none_of_the_three(self) -> None:
+        """The second round runs backwards: its two finalists were measured, and make no pair with the baseline."""
+        phase = Phase({"A": 0.0, "B": 0.05, "C": 0.02})
+        runs, _ = phase.go(5)
+        assert letters(runs) == "ABCCB"
+        phase.verification = phase.build(phase.records)
+        phase.go()
+        outcome = phase.verification.outcome()
+        assert outcome is not None
+        assert outcome.selected.execution_identity == "B"
+        assert outcome.verdicts["B"].pairs >= 3
+
+    def test_a_finalist_that_was_found_since_gets_its_pairs(self) -> None:
+        phase = Phase({"A": 0.0, "B": 0.05})
+        phase.go()
+        phase.log_ratios = {"A": 0.0, "C": 0.06, "B": 0.05}
+        phase.records += searched(phase.device, {"C": 0.06})
+        phase.verification = phase.build(phase.records)
+        runs, _ = phase.go()
+        outcome = phase.verification.outcome()
+        assert letters(runs).count("C") >= 3
+        assert outcome is not None
+        assert outcome.verdicts["C"].pairs >= 3
+        assert outcome.selected.execution_identity == "C"
+
+    def test_a_finalist_that_was_found_since_costs_no_verdict_where_there_is_no_time(self) -> None:
+        phase = Phase({"A": 0.0, "B": 0.05})
+        phase.go()
+        phase.log_ratios = {"A": 0.0, "C": 0.06, "B": 0.05}
+        phase.records += searched(phase.device, {"C": 0.06})
+        phase.verification = phase.build(phase.records)
+        assert phase.go(remaining=0.0)[0] == []
+        outcome = phase.verification.outcome()
+        assert outcome is not None
+        assert outcome.selected.execution_identity == "B"
 
     def test_rounds_over_two_devices_or_protocols_are_no_pairs(self) -> None:
         records = searched(quiet(), {"A": 0.0, "B": 0.05})

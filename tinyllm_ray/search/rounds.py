@@ -1,19 +1,24 @@
 """A round of a verification: the baseline and the finalists once each, one after the other, and what each left."""
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tinyllm_ray.measure.bounds import window_error
 from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.records import Fate, TrialRecord
-from tinyllm_ray.search.finalists import SUSTAINED_SECONDS
-from tinyllm_ray.search.noise import device_name
+from tinyllm_ray.search.finalists import SUSTAINED_SECONDS, Predict
+from tinyllm_ray.search.noise import Spread, device_name
 from tinyllm_ray.search.pairs import Side
 from tinyllm_ray.search.rates import rate
 
 SHORT_WARMUP_UPDATES = 8
 """Of short processes at most: a graph of the whole update is captured in the fourth, and three steady ones follow."""
+
+WINDOW_SHARE = 0.7
+"""Windows noisier than processes are measured until their error is this share of the spread between processes."""
 
 
 @dataclass
@@ -56,6 +61,15 @@ def pairs_seconds(count: int, expected: Sequence[float], upper: Sequence[float])
     return count * sum(expected) + max(upper) - min(expected)
 
 
+def short_rounds(
+    protocol: Protocol, count: int, executions: Sequence[Mapping[str, Any]], expect: Predict, predict: Predict
+) -> tuple[Protocol, float]:
+    """The protocol of rounds of these executions that are to be short, and what so many have to have left."""
+    short = shortest(protocol)
+    expected, upper = ([seconds(execution, short) for execution in executions] for seconds in (expect, predict))
+    return short, pairs_seconds(count, expected, upper)
+
+
 def shortest(protocol: Protocol) -> Protocol:
     """The protocol of processes that are to be short: three windows of half a second once updates are steady."""
     return Protocol(
@@ -64,6 +78,16 @@ def shortest(protocol: Protocol) -> Protocol:
         warmup_updates=min(protocol.warmup_updates, SHORT_WARMUP_UPDATES),
         windows=3,
         most_windows=3,
+    )
+
+
+def loaded(protocol: Protocol, seconds: float) -> Protocol:
+    """The protocol of processes whose windows last so long together."""
+    return Protocol(
+        version="adaptive",
+        data_mode=protocol.data_mode,
+        warmup_updates=protocol.warmup_updates,
+        least_seconds=seconds,
     )
 
 
@@ -81,6 +105,17 @@ def noise_of(record: TrialRecord) -> list[tuple[float, float]]:
     """The error that the record's windows leave, and their seconds in all; nothing where there are no windows."""
     rates = [window.targets_per_second for window in record.windows]
     return [(window_error(rates), sum(window.seconds for window in record.windows))] if rates else []
+
+
+def long_enough(noise: Sequence[tuple[float, float]], spread: Spread) -> float:
+    """Seconds of windows after which their error is a part of the spread between processes; 0 if it always is.
+
+    `noise` is that of all processes of an execution (`noise_of`).
+    """
+    # The median over them, as an interrupted window makes a single one look noisy.
+    if not noise or statistics.median(error for error, _ in noise) <= spread.value:
+        return 0.0
+    return statistics.median(error**2 * seconds for error, seconds in noise) / (WINDOW_SHARE * spread.value) ** 2
 
 
 def side_of(record: TrialRecord) -> Side:

@@ -8,7 +8,6 @@ say nothing, so three short rounds go before a long one, and where there is no t
 """
 
 import math
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -19,11 +18,8 @@ from tinyllm_ray.search.finalists import SUSTAINED_SECONDS, Predict, first_compl
 from tinyllm_ray.search.noise import Spread, device_name
 from tinyllm_ray.search.pairs import CAUTIOUS_SPREAD, LEAST_PAIRS, MOST_PAIRS, Pair, expected_gain
 from tinyllm_ray.search.rates import rate
-from tinyllm_ray.search.rounds import Round, home_of, noise_of, pairs_seconds, shortest, side_of, whole_rounds
+from tinyllm_ray.search.rounds import Round, home_of, loaded, long_enough, noise_of, short_rounds, side_of, whole_rounds
 from tinyllm_ray.search.verified import Evidence, Verified, conclude
-
-WINDOW_SHARE = 0.7
-"""Windows noisier than processes are measured until their error is this share of the spread between processes."""
 
 _SHORTENINGS = 8
 """Of windows until they fit: what a prediction adds in proportion to them takes a few steps."""
@@ -94,7 +90,7 @@ class Verification:
         """Finalists that are out, by execution identity, and why."""
         self._failures: dict[str, int] = {}
         self._device = home_of(self.records, [*self.finalists, baseline])
-        """Where all of it runs; None until the first process has, where there is one device only."""
+        """Where all of it runs, or else where a round's first process did; None at first, where there is one device."""
         self._several = self._device is not None
         self._running: Run | None = None
         self._noise = {name: noise_of(record) for name, record in self._known.items()}
@@ -139,7 +135,7 @@ class Verification:
             self._rounds.pop()
         if record.fate != Fate.COMPLETE or rate(record) is None:
             problem = record.reason or record.fate.value
-        elif self._device not in (None, device):
+        elif self._device not in (None, device) and self._rounds[-1].sides:
             problem = f"it ran on {device} and the others on {self._device}"
         if problem is None:
             self._device = device
@@ -180,15 +176,14 @@ class Verification:
 
     def _plan(self, remaining: float) -> Round | Done:
         """The next round."""
-        short = [one for one in self._rounds if not one.sustained]
-        if len(short) < LEAST_PAIRS:
-            return self._early_round(len(short), remaining)
+        if (early := self._early_round(remaining)) is not None:
+            return early
         found = self.outcome()
         if found is None:
             return Done("no finalist is left")
         selected, open_ones = found.selected.execution_identity, found.open_comparisons
         if selected != self.baseline and self.sustained_rate(selected) is None:
-            members, protocol = [self.baseline, selected], self._under_load(SUSTAINED_SECONDS)
+            members, protocol = [self.baseline, selected], loaded(self._protocol, SUSTAINED_SECONDS)
             load = self._round_seconds(members, protocol)
             if load <= min(remaining, self._worth_seconds):
                 return self._round(members, protocol)
@@ -202,33 +197,46 @@ class Verification:
             return Done(f"{len(self._rounds)} rounds are enough: what is open is a tie")
         return self._later_round(open_ones, selected, remaining)
 
-    def _early_round(self, done: int, remaining: float) -> Round | Done:
-        """One of the first three, without the finalists for whom the time left would not do for all three."""
-        left = LEAST_PAIRS - done
-        while len(members := self.members()) > 2 and self._fitting(members, left, remaining) is None:
-            self.withdrawn[members[-1]] = "no time to verify it"
-        if len(members) < 2:
+    def _early_round(self, remaining: float) -> Round | Done | None:
+        """One of the first three, without the finalists for whom the time left would not do for all three; None once
+        the others have them."""
+        while (left := max(self._lacking().values(), default=0)) and len(members := self.members()) > 2:
+            if self._fitting(members, left, remaining) is not None:
+                break
+            self.withdrawn[list(self._lacking())[-1]] = "no time to verify it"
+        if len(members := self.members()) < 2:
             return Done("no finalist is left")
-        load = self._round_seconds(members[:2], self._under_load(SUSTAINED_SECONDS))
+        if not left:
+            return None
+        load = self._round_seconds(members[:2], loaded(self._protocol, SUSTAINED_SECONDS))
         for seconds in (remaining - load, remaining):
             protocol = self._fitting(members, left, seconds)
             if protocol is not None:
                 return self._round(members, protocol)
-        short = shortest(self._protocol)
-        expected = [self._expect(self._known[name].execution, short) for name in members]
-        needed = pairs_seconds(left, expected, [self._seconds(name, short) for name in members])
+        executions = [self._known[name].execution for name in members]
+        short, needed = short_rounds(self._protocol, left, executions, self._expect, self._predict)
         if needed <= remaining:
             return self._round(members, short)
         return Done(f"budget: {LEAST_PAIRS} pairs of processes need up to {needed:.0f} s", True)
+
+    def _lacking(self) -> dict[str, int]:
+        """Finalists without three short pairs, and how many they lack; an interrupted round may have left out the
+        baseline. None where only others than the preferred one became finalists since: what is verified stays so."""
+        pairs = {name: self.pairs(name, self.baseline) for name in self.members() if name != self.baseline}
+        short = {name: sum(not pair.sustained for pair in found) for name, found in pairs.items()}
+        lacking = {name: LEAST_PAIRS - count for name, count in short.items() if count < LEAST_PAIRS}
+        begun = any(count < LEAST_PAIRS for count in lacking.values())
+        return lacking if begun or next(iter(short), None) in lacking else {}
 
     def _later_round(self, open_ones: Sequence[str], selected: str, remaining: float) -> Round | Done:
         """One more for comparisons that are open, while what is `selected` so far may cost more than that."""
         names = [name for name in dict.fromkeys([self.baseline, *open_ones]) if name not in self.withdrawn]
         protocol = self._fitting(names, 1, remaining)
         if protocol is None:
-            return self._too_long(names)
+            return Done(f"budget: the next round needs up to {self._round_seconds(names, self._protocol):.0f} s", True)
         # A tie goes to what starts soonest: what the others may be faster than that one is left on the table.
-        gains = [expected_gain(self.pairs(name, selected), self.spread) for name in open_ones if name != selected]
+        others = [self.pairs(name, selected) for name in open_ones if name != selected]
+        gains = [expected_gain(pairs, self.spread) for pairs in others]
         worth = max(gains) * self._at_stake_seconds
         # With the later rounds so far: a difference that takes many rounds to tell has to be worth them all.
         later = 1 + sum(not one.sustained for one in self._rounds) - LEAST_PAIRS
@@ -237,10 +245,6 @@ class Verification:
             left, takes = told_apart(".0f", worth, costs)
             return Done(f"what is open is worth {left} s of the planned trainings, telling it {takes} s or more")
         return self._round(names, protocol)
-
-    def _too_long(self, members: list[str]) -> Done:
-        seconds = self._round_seconds(members, self._protocol)
-        return Done(f"budget: the next round needs up to {seconds:.0f} s", True)
 
     def _round(self, members: list[str], protocol: Protocol) -> Round:
         backwards = len(self._rounds).bit_count() % 2
@@ -270,31 +274,13 @@ class Verification:
         remaining = min(remaining, max(self._worth_seconds - self._spent_seconds, own))
         updates = self._protocol.windows * self._protocol.updates_per_window
         shortest = max(updates * (self._known[name].seconds_per_update or 0.0) for name in members)
-        wanted = min(max(self._window_seconds(name) for name in members), SUSTAINED_SECONDS - 1)
+        wanted = min(max(long_enough(self._noise[name], self.spread) for name in members), SUSTAINED_SECONDS - 1)
         for _ in range(_SHORTENINGS):
             if wanted <= shortest:
                 break
-            protocol = self._under_load(wanted)
+            protocol = loaded(self._protocol, wanted)
             excess = self._round_seconds(members, protocol) * rounds - remaining
             if excess <= 0:
                 return protocol
             wanted -= excess / rounds / len(members)
         return self._protocol if own <= remaining else None
-
-    def _window_seconds(self, name: str) -> float:
-        """Seconds of windows after which their error is a part of the spread between processes; 0 if it always is."""
-        # The median over this execution's processes, as an interrupted window makes a single one look noisy.
-        noise = self._noise[name]
-        if not noise or statistics.median(error for error, _ in noise) <= self.spread.value:
-            return 0.0
-        return (
-            statistics.median(error**2 * seconds for error, seconds in noise) / (WINDOW_SHARE * self.spread.value) ** 2
-        )
-
-    def _under_load(self, seconds: float) -> Protocol:
-        return Protocol(
-            version="adaptive",
-            data_mode=self._protocol.data_mode,
-            warmup_updates=self._protocol.warmup_updates,
-            least_seconds=seconds,
-        )
