@@ -120,5 +120,12 @@ def test_an_account_counts_what_was_spent_and_when_it_pays_back() -> None:
     back = account([EAGER, COMPILED], COMPILED, EAGER, objective, COST.starts)
     assert back is not None
     assert back.pays_back_after_runs is None
+    once = account([EAGER, COMPILED], COMPILED, EAGER, Objective("training", 1e7, 1), COST.starts)
+    assert once is not None
+    assert once.saved_seconds > 5
+    assert str(once).endswith(
+        f" and saves {once.saved_seconds:.0f} s over the planned run, which more runs do not pay back"
+    )
+    assert "saves -" not in str(Account(9.6, -3.0, 7, 1))
     assert str(Account(9.6, 0.0, None, 1)) == "spent 10 s and found nothing that saves any against the baseline"
     assert account([EAGER], EAGER, EAGER, Objective(), COST.starts) is None

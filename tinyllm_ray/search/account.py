@@ -24,8 +24,10 @@ class Account:
     def __str__(self) -> str:
         spent = f"spent {self.spent_seconds:,.0f} s"
         runs = "the planned run" if self.runs == 1 else f"{self.runs} planned runs"
-        if self.pays_back_after_runs is None:
+        if self.saved_seconds <= 0:
             return f"{spent} and found nothing that saves any against the baseline"
+        if self.pays_back_after_runs is None:
+            return f"{spent} and saves {self.saved_seconds:,.0f} s over {runs}, which more runs do not pay back"
         after = f"{self.pays_back_after_runs} run{'s' if self.pays_back_after_runs > 1 else ''}"
         return f"{spent} and saves {self.saved_seconds:,.0f} s over {runs}, paid back after {after}"
 
