@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from study_replay import fitted, record
+from study_replay import fitted, record, replay
 
 from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.search.answers import Finished
@@ -60,6 +60,21 @@ def test_where_one_can_be_verified_it_is_the_fastest_and_not_what_starts_soonest
     short = PairedVerifier(SPACE.protocol, 100.0, Objective("training", 1e6, 1))
     rounds = short.begin(Selection(found["soon"], (found["fast"],), ""), found["base"], (), cost)
     assert rounds.verification.finalists == [found["fast"].execution_identity]
+
+
+@pytest.mark.parametrize(("tokens", "update"), [(1e7, "eager"), (1e9, "compiled")])
+def test_what_is_verified_is_selected_by_the_objective(tokens: float, update: str) -> None:
+    """One short training: eager updates take twice as long, and are done before a compilation would be."""
+    objective = Objective("training", tokens, 1)
+    verifier, priors = PairedVerifier(SPACE.protocol, 1e9, objective), Priors("cuda").without("gh200")
+    study = replay(Study(SPACE, objective=objective, verifier=verifier, priors=priors)).study
+    assert study.verified() is not None or update == "compiled", "the baseline itself needs no verification"
+    chosen, spent = study.selection(), study.account()
+    assert chosen is not None
+    assert chosen.record.execution["update"] == update
+    assert ("takes longer for its starts than its speed saves" in chosen.reason) == (update == "eager")
+    assert spent is not None
+    assert (spent.saved_seconds > 5) == (update == "eager")
 
 
 def test_time_is_kept_for_the_fastest_where_the_search_chooses_what_starts_sooner() -> None:

@@ -430,6 +430,19 @@ class TestSelection:
         assert {record.execution_identity for record in outcome.ties} == {"B", "C"}
         assert "a tie with" in outcome.reason
 
+    def test_what_starts_take_longer_than_speed_saves_is_not_selected(self) -> None:
+        """C is 1.2% faster than B, which saves 6 ns a target, and its starts take 15 ns a target longer."""
+        for lags, selected in (({}, "C"), ({"C": 15e-9}, "B"), ({"B": 50e-9, "C": 50e-9}, "A")):
+            phase = Phase({"A": 0.0, "B": 0.05, "C": 0.062})
+            phase.verification = Verification(phase.records, "A", ["B", "C"], predict, lags=lags)
+            phase.go()
+            outcome = phase.verification.outcome()
+            assert outcome is not None
+            assert outcome.selected.execution_identity == selected
+            assert outcome.verdicts["C"].ratio == pytest.approx(math.exp(0.062), rel=0.005), "of throughput alone"
+            assert ("C takes longer for its starts than its speed saves" in outcome.reason) == bool(lags)
+            assert ("nothing is shown to be done sooner" in outcome.reason) == (selected == "A")
+
     def test_where_nothing_is_faster_the_baseline_stays(self) -> None:
         told = verify(quiet(), {"A": 0.0, "B": -0.02})
         assert told.outcome.selected.execution_identity == "A"

@@ -73,6 +73,19 @@ def test_a_tie_with_the_baseline_is_claimed_as_one(tmp_path: Path) -> None:
     assert decision_of(tmp_path / "study" / "selected.yaml").question.claim == "tie"
 
 
+@pytest.mark.parametrize(
+    "told",
+    [{"ratio": 0.8}, {"ratio": 0.8, "low": 0.79, "high": 0.81, "outcome": "slower", "verified": True}],
+    ids=["searched", "verified"],
+)
+def test_one_that_was_selected_for_its_start_alone_is_nothing_for_pairs(tmp_path: Path, told: dict[str, Any]) -> None:
+    write_study(tmp_path / "study", faster_with_math)
+    summary = json.loads((tmp_path / "study" / "summary.json").read_text())
+    (tmp_path / "study" / "summary.json").write_text(json.dumps(summary | {"speedup": told}))
+    with pytest.raises(ConfigError, match="slower than its baseline, for its start"):
+        decision_of(tmp_path / "study" / "selected.yaml")
+
+
 def test_a_selected_baseline_is_compared_with_what_came_closest(tmp_path: Path) -> None:
     records = write_study(tmp_path / "study", slower_with_math)
     question = decision_of(tmp_path / "study" / "selected.yaml").question

@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from tinyllm_ray.measure.bounds import Bounds
 from tinyllm_ray.protocol import Protocol
 from tinyllm_ray.records import Fate, TrialRecord
 from tinyllm_ray.search.noise import Spread, record_bounds
-from tinyllm_ray.search.pairs import CAUTIOUS_SPREAD, LEAST_PAIRS
-from tinyllm_ray.search.rates import ranked, rate
+from tinyllm_ray.search.pairs import CAUTIOUS_SPREAD, LEAST_PAIRS, planned_rate
+from tinyllm_ray.search.rates import rate
 from tinyllm_ray.search.verdict import start_seconds
 
 Predict = Callable[[Mapping[str, Any], Protocol], float]
@@ -18,20 +19,30 @@ SUSTAINED_SECONDS = 60.0
 
 
 def choose_finalists(
-    records: Iterable[TrialRecord], baseline: str, spread: Spread = CAUTIOUS_SPREAD, most: int = MOST_FINALISTS
+    records: Iterable[TrialRecord],
+    baseline: str,
+    spread: Spread = CAUTIOUS_SPREAD,
+    most: int = MOST_FINALISTS,
+    lags: Mapping[str, float] | None = None,
 ) -> list[str]:
     """Execution identities worth verifying: complete, and within the noise of the fastest; the baseline is left out.
 
-    First the fastest, then the one that starts soonest, as it would win a tie, then by speed.
+    First the fastest, then the one that starts soonest, as it would win a tie, then by speed; over all planned
+    trainings where `lags` say, by execution identity, how many seconds a target their starts take.
     """
-    records = list(records)
+    records, lags = list(records), lags or {}
     starts = start_seconds(records)
-    order = ranked(first_complete(records).values())
-    bounds = [(record.execution_identity, record_bounds(record, spread)) for record in order]
-    known = [(name, found) for name, found in bounds if found]
+    known: dict[str, Bounds] = {}
+    for name, record in first_complete(records).items():
+        if found := record_bounds(record, spread):
+            low, middle, high = (
+                planned_rate(each, lags.get(name, 0.0)) for each in (found.low, found.rate, found.high)
+            )
+            known[name] = Bounds(low, middle, high)
     if not known:
         return []
-    close = [name for name, found in known if found.high >= known[0][1].low]
+    order = sorted(known, key=lambda name: known[name].rate, reverse=True)
+    close = [name for name in order if known[name].high >= known[order[0]].low]
     soonest = min(close, key=lambda name: starts[name])
     names = dict.fromkeys([close[0], soonest, *close])
     return [name for name in names if name != baseline][:most]

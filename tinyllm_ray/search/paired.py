@@ -65,17 +65,24 @@ class PairedVerifier:
         records = [*cost.records, *earlier]
         spread = spread_of(records, CAUTIOUS_SPREAD)
         name, measured = baseline.execution_identity, rate(baseline)
-        counted = self.objective.kind == "training" and measured is not None
-        at_stake = self.objective.targets / measured if counted and measured else math.inf
+        at_stake, lags = math.inf, dict[str, float]()
+        if self.objective.kind == "training" and measured is not None:
+            at_stake, lags = self.objective.seconds(cost.starts(baseline.execution), measured), self._lags(cost)
         # What ties with the choice by the search's figures differs from it by about the spread of processes.
         costs = LEAST_PAIRS * predict(selection.record.execution, self.protocol)
         fewest = 0 if selection.record.execution_identity == name else 1
         most = MOST_FINALISTS if spread.value * at_stake > costs else fewest
-        close = choose_finalists(cost.records, name, spread)
+        close = choose_finalists(cost.records, name, spread, lags=lags)
         # The fastest first: of a tie the search chooses what starts soonest, which may be worth nothing to verify.
         finalists = list(dict.fromkeys([*close[:1], selection.record.execution_identity, *close]))
         finalists = [finalist for finalist in finalists if finalist != name][:most]
-        return Rounds(Verification(records, name, finalists, predict, self.protocol, spread, at_stake, expect))
+        return Rounds(Verification(records, name, finalists, predict, self.protocol, spread, at_stake, expect, lags))
+
+    def _lags(self, cost: CostModel) -> dict[str, float]:
+        """Seconds a target that starts add to the planned trainings, by execution identity."""
+        executions = {record.execution_identity: record.execution for record in cost.records}
+        fixed = {name: self.objective.fixed_seconds(cost.starts(one)) for name, one in executions.items()}
+        return {name: seconds / self.objective.targets for name, seconds in fixed.items()}
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ different in fewer than 5% of studies (`tests/benchmarks/verification_power.py` 
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tinyllm_ray.measure.student import t_quantile
@@ -48,6 +48,13 @@ class Side:
     window_error: float
     """Standard error of its log that its windows show."""
 
+    def planned(self, lag: float) -> "Side":
+        """As over all planned trainings, whose starts take `lag` seconds a target."""
+        slowed = planned_rate(self.targets_per_second, lag)
+        return replace(
+            self, targets_per_second=slowed, window_error=self.window_error * slowed / self.targets_per_second
+        )
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -61,6 +68,10 @@ class Pair:
     @property
     def log_ratio(self) -> float:
         return math.log(self.candidate.targets_per_second / self.other.targets_per_second)
+
+    def planned(self, lag: float, other_lag: float) -> "Pair":
+        """As over all planned trainings, whose starts take so many seconds a target of each of the two."""
+        return replace(self, candidate=self.candidate.planned(lag), other=self.other.planned(other_lag))
 
 
 @dataclass(frozen=True)
@@ -84,6 +95,11 @@ class Verdict:
     @property
     def differs(self) -> bool:
         return self.outcome in ("faster", "slower")
+
+
+def planned_rate(targets_per_second: float, lag: float) -> float:
+    """Targets a second over all planned trainings, whose starts take `lag` seconds a target."""
+    return targets_per_second / (1 + lag * targets_per_second)
 
 
 def judge(pairs: Sequence[Pair], spread: Spread = CAUTIOUS_SPREAD, comparisons: int = 1) -> Verdict:

@@ -8,7 +8,7 @@ say nothing, so three short rounds go before a long one, and where there is no t
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tinyllm_ray.figures import told_apart
@@ -66,13 +66,15 @@ class Verification:
         spread: Spread = CAUTIOUS_SPREAD,
         at_stake_seconds: float = math.inf,
         expect: Predict | None = None,
+        lags: Mapping[str, float] | None = None,
     ) -> None:
         """`records` are the study's; `baseline` and `finalists` (the preferred first) name executions among them.
 
         `protocol` is the reference's unless given, and `spread` what is known of the device (`noise.spread_of` with
         the cautious one as its prior). Rounds that earlier records of a verification make up whole count on.
         `at_stake_seconds` is what all planned trainings take: what a wrong choice costs is a share of it. `predict`
-        says what a process hardly ever exceeds, `expect` what it is expected to take.
+        says what a process hardly ever exceeds, `expect` what it is expected to take. `lags` (by execution identity)
+        are the seconds a target that starts add to the planned trainings; none where throughput decides.
         """
         records = list(records)
         self.records = [record for record in records if record.purpose != "verification"]
@@ -85,6 +87,7 @@ class Verification:
         self.spread = spread
         self._at_stake_seconds = at_stake_seconds
         self._worth_seconds = WORTH_SHARE * at_stake_seconds
+        self._lags = lags or {}
         self._spent_seconds = 0.0
         self.withdrawn: dict[str, str] = {}
         """Finalists that are out, by execution identity, and why."""
@@ -151,6 +154,11 @@ class Verification:
         both = [one for one in self._rounds if candidate in one.sides and other in one.sides]
         return [Pair(one.sides[candidate], one.sides[other], one.sustained) for one in both]
 
+    def planned_pairs(self, candidate: str, other: str) -> list[Pair]:
+        """The same as over all planned trainings, starts included."""
+        lags = self._lags.get(candidate, 0.0), self._lags.get(other, 0.0)
+        return [pair.planned(*lags) for pair in self.pairs(candidate, other)]
+
     def members(self) -> list[str]:
         """The baseline and the finalists that are not out, by execution identity."""
         return [name for name in self._known if name not in self.withdrawn]
@@ -171,6 +179,7 @@ class Verification:
                 records=self.records,
                 comparisons=len(self.finalists),
                 spread=self.spread,
+                planned=self.planned_pairs,
             )
         )
 
@@ -235,7 +244,7 @@ class Verification:
         if protocol is None:
             return Done(f"budget: the next round needs up to {self._round_seconds(names, self._protocol):.0f} s", True)
         # A tie goes to what starts soonest: what the others may be faster than that one is left on the table.
-        others = [self.pairs(name, selected) for name in open_ones if name != selected]
+        others = [self.planned_pairs(name, selected) for name in open_ones if name != selected]
         gains = [expected_gain(pairs, self.spread) for pairs in others]
         worth = max(gains) * self._at_stake_seconds
         # With the later rounds so far: a difference that takes many rounds to tell has to be worth them all.

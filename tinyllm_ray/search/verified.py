@@ -1,9 +1,12 @@
-"""What a verification came to: which execution is used, by how much it is faster, and what ties with it."""
+"""What a verification came to: which execution is used, by how much it is faster, and what ties with it.
+
+Which is used goes by what the study is after: where that is the seconds of the planned trainings, an execution that is
+faster by less than its starts take longer is not. By how much it is faster is a matter of throughput alone.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 from tinyllm_ray.records import TrialRecord
 from tinyllm_ray.search.noise import Spread
@@ -13,7 +16,7 @@ from tinyllm_ray.search.verdict import FULL, break_tie, fills_memory
 
 @dataclass(frozen=True)
 class Verified:
-    """The verdict of a evidence."""
+    """The verdict of an evidence."""
 
     selected: TrialRecord
     """The search's record of the execution to use."""
@@ -22,7 +25,7 @@ class Verified:
     verdicts: Mapping[str, Verdict]
     """Of each finalist over the baseline, by execution identity."""
     ties: tuple[TrialRecord, ...]
-    """The others that cannot be told from the fastest, fastest first."""
+    """The others that cannot be told from the best, the best first."""
     open_comparisons: tuple[str, ...]
     """Execution identities in comparisons that matter and are not decided: more pairs might."""
     sustained_targets_per_second: float | None
@@ -50,6 +53,8 @@ class Evidence:
     comparisons: int
     """Finalists at the beginning."""
     spread: Spread
+    planned: Callable[[str, str], list[Pair]] | None = None
+    """The same pairs as over all planned trainings, starts included; None where throughput decides."""
 
 
 def conclude(evidence: Evidence) -> Verified | None:
@@ -61,14 +66,16 @@ def conclude(evidence: Evidence) -> Verified | None:
         return None
     comparisons, spread = evidence.comparisons, evidence.spread
     verdicts = {name: judge(found, spread, comparisons) for name, found in pairs.items()}
-    means = {name: fmean(pair.log_ratio for pair in found) for name, found in pairs.items()} | {baseline: 0.0}
-    order = sorted(means, key=lambda name: means[name], reverse=True)
+    planned = evidence.planned or evidence.pairs
+    sooner = {name: judge(planned(name, baseline), spread, comparisons) for name in pairs}
+    gains = {name: verdict.ratio for name, verdict in sooner.items()} | {baseline: 1.0}
+    order = sorted(gains, key=lambda name: gains[name], reverse=True)
     top = order[0]
-    beside = {name: judge(found, spread, comparisons) for name in order[1:] if (found := evidence.pairs(top, name))}
+    beside = {name: judge(found, spread, comparisons) for name in order[1:] if (found := planned(top, name))}
     tied = [name for name in order if name not in beside or beside[name].outcome != "faster"]
-    # On a noisy device a tie is wide; nothing that is likely to be slower than the baseline is taken for its start.
+    # On a noisy device a tie is wide; nothing that is likely to be worse than the baseline is taken for its start.
     # A baseline that fails later on, and is no member any more, is still what the others were compared with.
-    worthy = [name for name in tied if name in evidence.members and (name == baseline or verdicts[name].high >= 1)]
+    worthy = [name for name in tied if name in evidence.members and (name == baseline or sooner[name].high >= 1)]
     if not worthy:
         return None
     chosen, _, _ = break_tie([evidence.members[name] for name in worthy], evidence.records, baseline)
@@ -78,6 +85,9 @@ def conclude(evidence: Evidence) -> Verified | None:
     load = [pair for pair in pairs.get(selected, []) if pair.sustained][-1:]
     short = [pair for pair in pairs.get(selected, []) if not pair.sustained]
     load_disagrees = any(disagrees(pair, short, spread) for pair in load)
+    speeds = {name: verdict.ratio for name, verdict in verdicts.items()} | {baseline: 1.0}
+    fastest = max(speeds, key=lambda name: speeds[name])
+    outrun = evidence.members.get(fastest) if fastest not in tied else None
     return Verified(
         selected=chosen,
         speedup=verdicts.get(selected),
@@ -87,7 +97,7 @@ def conclude(evidence: Evidence) -> Verified | None:
         sustained_targets_per_second=evidence.sustained_rate(selected),
         baseline_sustained_targets_per_second=evidence.sustained_rate(baseline),
         load_disagrees=load_disagrees,
-        reason=_reason(chosen, verdicts.get(selected), ties, _under_load(load, load_disagrees)),
+        reason=_reason(chosen, verdicts.get(selected), ties, _under_load(load, load_disagrees), outrun),
     )
 
 
@@ -103,9 +113,16 @@ def _under_load(load: Sequence[Pair], disagrees: bool) -> str:
     return f"{told}, where the pair went otherwise ({math.exp(load[0].log_ratio):.3f}x)" if disagrees else told
 
 
-def _reason(chosen: TrialRecord, speedup: Verdict | None, ties: Sequence[TrialRecord], under_load: str) -> str:
+def _reason(
+    chosen: TrialRecord,
+    speedup: Verdict | None,
+    ties: Sequence[TrialRecord],
+    under_load: str,
+    outrun: TrialRecord | None,
+) -> str:
+    """`outrun` is the fastest, where its starts take longer than its speed saves."""
     if speedup is None:
-        lead = "the baseline: nothing is shown to be faster"
+        lead = f"the baseline: nothing is shown to be {'done sooner' if outrun else 'faster'}"
     else:
         lead = (
             f"{speedup.ratio:.3f}x the baseline ({speedup.low:.3f} to {speedup.high:.3f}, 90%) "
@@ -120,4 +137,5 @@ def _reason(chosen: TrialRecord, speedup: Verdict | None, ties: Sequence[TrialRe
     full = [record.candidate for record in ties if not fills_memory(chosen) and fills_memory(record)]
     tie += "".join(f"; a tie with {name}, which {FULL}" for name in full)
     own = f"; it {FULL}" if fills_memory(chosen) else ""
-    return f"{chosen.candidate}: {lead}{tie}{own}"
+    late = f"; {outrun.candidate} takes longer for its starts than its speed saves" if outrun else ""
+    return f"{chosen.candidate}: {lead}{late}{tie}{own}"

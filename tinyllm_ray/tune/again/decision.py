@@ -86,6 +86,11 @@ def _question(
         if rival is None:
             raise ConfigError(f"{selected}: the baseline is selected, and the study has no other that could be faster")
         return Question(_candidate(1, baseline, named), _candidate(2, rival.execution, named), "baseline"), []
+    if _is_slower(summary, winner):
+        raise ConfigError(
+            f"{selected}: the study selected an execution that is slower than its baseline, for its start; "
+            "pairs of processes compare speeds, so there is nothing here that they can tell"
+        )
     execution = config.execution.model_dump(mode="json")
     question = Question(_candidate(1, baseline, named), _candidate(2, execution, named), _claim(summary, winner))
     chosen = summary.get("selected")
@@ -135,6 +140,16 @@ def _candidate(number: int, execution: Mapping[str, Any], named: Mapping[str, Tr
     made = make_candidate(number, execution)
     known = named.get(made.execution_identity)
     return replace(made, id=known.candidate) if known else made
+
+
+def _is_slower(summary: Mapping[str, Any], winner: str) -> bool:
+    """Whether the study selected this execution though it found it slower than the baseline."""
+    speedup, chosen = summary.get("speedup"), summary.get("selected")
+    if not speedup or not chosen or identity(chosen["execution"]) != winner:
+        return False
+    if speedup.get("verified"):
+        return bool(speedup.get("outcome") == "slower")
+    return _claim(summary, winner) == "faster" and bool(speedup["ratio"] < 1)
 
 
 def _claim(summary: Mapping[str, Any], winner: str) -> Claim:
