@@ -352,6 +352,21 @@ def test_no_time_is_kept_for_comparing_with_a_baseline_that_failed() -> None:
     assert done.elapsed <= 130
 
 
+@pytest.mark.parametrize(("share", "state"), [(1.05, State.RUNNING), (0.95, State.NOT_STARTED)])
+def test_after_a_baseline_that_failed_another_may_take_the_chance_as_well(share: float, state: State) -> None:
+    """No answer is worse than one that is cut."""
+    asked = study(verifier=InterleavedPairs())
+    asked.tell(record(take(asked).candidate, Fate.FAILED))
+    prediction = asked._prediction(asked.eager_row().candidate.execution)
+    left = share * prediction.expected_seconds
+    assert left < prediction.upper_seconds
+    answer = asked.ask(left)
+    assert asked.eager_row().state == state
+    if state == State.NOT_STARTED:
+        assert isinstance(answer, Finished)
+        assert answer.reason.startswith("budget: the next candidate needs about ")
+
+
 # Verification
 
 

@@ -11,23 +11,33 @@ class Admission:
     """Of one ask."""
 
     def __init__(
-        self, seconds_left: float, reserve: Callable[[Mapping[str, Any]], float], baseline: dict[str, Any]
+        self,
+        seconds_left: float,
+        reserve: Callable[[Mapping[str, Any]], float],
+        baseline: dict[str, Any],
+        unanswered: bool = False,
     ) -> None:
-        """`reserve` is what is kept for verification, should an execution win; `baseline` is one that may win."""
+        """`reserve` is what is kept for verification, should an execution win; `baseline` is one that may win.
+
+        While nothing has a figure (`unanswered`), a candidate may take the chance that it goes as expected.
+        """
         self.seconds_left = seconds_left
         self.left_out: dict[str, tuple[dict[str, Any], Prediction]] = {}
         """Executions, by identity, that would have been measured."""
         self._reserve = reserve
         self._baseline = baseline
+        self._unanswered = unanswered
 
     def fits(self, execution: Mapping[str, Any], prediction: Prediction, verified: bool = True) -> bool:
         """Whether it ends in time, however badly it goes, and where it is to be `verified` that, too."""
+        if self._unanswered:
+            return prediction.expected_seconds <= self.seconds_left
         return prediction.upper_seconds + (self._reserve(execution) if verified else 0.0) <= self.seconds_left
 
     def need(self, execution: Mapping[str, Any], prediction: Prediction) -> str:
         """What it needs, for people."""
         left = max(0, math.floor(self.seconds_left))
-        if execution == self._baseline:
+        if self._unanswered or execution == self._baseline:
             return f"about {math.ceil(prediction.expected_seconds)} s and {left} s are left"
         reserve = math.ceil(self._reserve(self._baseline))
         # More than what is left is not kept of it: then there is nothing yet that could be verified.

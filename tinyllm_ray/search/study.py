@@ -86,7 +86,8 @@ class Study:
 
         `device` (by `noise.device_name`) is the one whose trial has just ended, where that is known.
         """
-        self._admission = Admission(remaining_seconds, self._reserve, self.space.baseline)
+        unanswered = self.incumbent() is None
+        self._admission = Admission(remaining_seconds, self._reserve, self.space.baseline, unanswered)
         if self._baseline in self._searching():
             comes_first = f"{self._candidates[self._baseline].id} comes first: every other is compared with it"
             return self._ask_control(device) or Wait(comes_first)
