@@ -1,7 +1,9 @@
 """A run that was interrupted, wherever that was, ends as the one that was not."""
 
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -13,12 +15,15 @@ import torch
 from one_layer import one_layer
 from runs import learned, lines_of, metrics_of, read_json
 
-from tinyllm_ray.config import Config
+from tinyllm_ray.config import Config, load
 from tinyllm_ray.data.cache import TokenCache
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.train.__main__ import main
 from tinyllm_ray.train.checkpoints import find_checkpoint
-from tinyllm_ray.train.folder import leave_before_start, lock_folder
+from tinyllm_ray.train.folder import begin_result, leave_before_start, lock_folder, prepare_folder
+from tinyllm_ray.train.interruption import Interruption
+from tinyllm_ray.train.progress import Event, Progress, Starting
+from tinyllm_ray.train.run import Run
 from tinyllm_ray.train.trainer import Trainer
 from tinyllm_ray.train.update import Statistics
 
@@ -52,6 +57,11 @@ def recipe(tiny: MakeConfig, tiny_cache: TokenCache, tmp_path_factory: pytest.Te
 @pytest.fixture(scope="module", autouse=True)
 def _compile_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ.setdefault("TINYLLM_RAY_COMPILE_CACHE", str(tmp_path_factory.mktemp("compile")))
+
+
+def killed(*_: object) -> None:
+    """Leaves a folder as it is, which a signal's own handling would not."""
+    raise KeyboardInterrupt
 
 
 def train(recipe: str, out: Path, *arguments: str) -> int:
@@ -107,6 +117,33 @@ class TestBits:
         assert train(recipe, out, *every, "--resume") == 0
         assert learned(out) == learned(unbroken)
         assert [line["step"] for line in lines_of(out / "metrics.superseded.jsonl")] == [21, 22, 23, 24, 25]
+
+    def test_interrupted_before_an_epochs_evaluation_was_made(
+        self, recipe: str, unbroken: Path, tiny_cache: TokenCache, tmp_path: Path
+    ) -> None:
+        """While its last update was under way."""
+        out, interruption = tmp_path / "run", Interruption()
+
+        def on_progress(event: Event) -> None:
+            if isinstance(event, Progress) and event.updates == EPOCH:
+                interruption.number = signal.SIGTERM
+
+        prepare_folder(out)
+        run = Run(load(recipe), tiny_cache, out, interruption=interruption, on_progress=on_progress)
+        assert run.execute() == 143
+        assert not (out / "evaluations.jsonl").exists()
+
+        def fail(event: Event) -> None:
+            if isinstance(event, Starting):
+                raise OSError("the node went away")
+
+        checkpoint = find_checkpoint(out)
+        assert checkpoint.step == EPOCH
+        with pytest.raises(OSError, match="went away"):
+            Run(load(recipe), tiny_cache, out, checkpoint=checkpoint, on_progress=fail).execute()
+        assert len(lines_of(out / "evaluations.jsonl")) == 1  # and once, though its checkpoint knows nothing of it
+        assert train(recipe, out, "--resume") == 0
+        assert learned(out) == learned(unbroken)
 
     def test_killed_and_resumed(self, recipe: str, unbroken: Path, tmp_path: Path) -> None:
         """By SIGKILL, at whatever it was doing some time after its first checkpoint."""
@@ -335,6 +372,30 @@ class TestFolders:
         (out / "train.log").write_text("")
         assert train(recipe, out, "--stop-at", "1") == 0
 
+    @pytest.mark.parametrize("renames", range(3))
+    def test_one_whose_session_was_killed_as_it_began_is_taken(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int
+    ) -> None:
+        """Before each file that a session begins with took its name, and after the last."""
+        out, left = tmp_path / "run", [renames]
+
+        def replace(path: Path, target: Path) -> Path:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            return replace_before(path, target)
+
+        replace_before = Path.replace
+        prepare_folder(out)
+        with monkeypatch.context() as context:
+            context.setattr(Path, "replace", replace)
+            context.setattr(Path, "unlink", lambda path, missing_ok=False: None)  # the dead remove nothing
+            with contextlib.suppress(KeyboardInterrupt):
+                begin_result(out, "preset: nano\n")
+        assert len(list(out.iterdir())) == min(renames + 1, 2)
+        prepare_folder(out)
+        prepare_folder(out, resume=True)
+
     def test_a_run_that_is_complete_stays_so_where_a_signal_comes_first(self, unbroken: Path) -> None:
         before = (unbroken / "result.json").read_bytes()
         leave_before_start(unbroken, True, 15)
@@ -360,6 +421,17 @@ class TestFolders:
         assert train(*command, "--stop-at", "40") == 0
         assert f"goes on from {out}" in capsys.readouterr().err
         assert train(*command) == 0
+        assert learned(out) == learned(unbroken)
+
+    def test_a_session_in_another_folder_that_was_killed_as_it_began_is_gone_on_with(
+        self, recipe: str, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first, out = tmp_path / "first", tmp_path / "out"
+        assert train(recipe, first, "--stop-at", "10") == 0
+        with monkeypatch.context() as context:
+            context.setattr("tinyllm_ray.train.ahead.import_compiler", killed)
+            assert train(recipe, out, "--resume", str(first)) == 130
+        assert train(recipe, out, "--resume", str(first)) == 0
         assert learned(out) == learned(unbroken)
 
     def test_paths_may_be_relative_and_linked(

@@ -12,7 +12,7 @@ from tinyllm_ray.command import exit_status, run_command, say
 from tinyllm_ray.errors import EXIT_DONE, ConfigError
 from tinyllm_ray.train.convert import export_command, import_command
 from tinyllm_ray.train.evaluate_command import evaluate_command
-from tinyllm_ray.train.folder import begin_log, bring_curves, has_begun, leave_before_start, prepare_folder, read_result
+from tinyllm_ray.train.folder import begin_log, has_begun, leave_before_start, prepare_folder, read_result
 from tinyllm_ray.train.interruption import Interruption
 from tinyllm_ray.train.options import build_parser
 from tinyllm_ray.train.stages import Stages, process_age_seconds
@@ -163,8 +163,6 @@ def _take_folder(options: argparse.Namespace, checkpoint: "Checkpoint | None") -
     elif options.resume is not None:
         say(f"{options.out} holds no checkpoint yet: the run begins from the start", sys.stderr)
     begin_log(options.out)
-    if checkpoint is not None:
-        bring_curves(checkpoint.path, options.out)
 
 
 def _configuration(options: argparse.Namespace) -> "Config":

@@ -8,7 +8,6 @@ import fcntl
 import json
 import logging
 import os
-import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,8 @@ RESULT = "result.json"
 """What only a run writes, from its start on: by this file a folder is known as a run's."""
 
 _LOCK = ".lock"
-_CURVES = ("metrics.jsonl", "evaluations.jsonl")
+_METRICS = "metrics.jsonl"
+_CURVES = ("evaluations.jsonl", _METRICS)
 
 
 def prepare_folder(out: Path, resume: bool = False) -> None:
@@ -32,7 +32,7 @@ def prepare_folder(out: Path, resume: bool = False) -> None:
     """
     with writable(out):
         out.mkdir(parents=True, exist_ok=True)
-        names = {entry.name for entry in out.iterdir()} - {_LOCK, "train.log"}
+        names = {entry.name for entry in out.iterdir() if not journal.is_torn(entry)} - {_LOCK, "train.log"}
         begun = has_begun(out)
     if names and RESULT not in names:
         raise ConfigError(f"--out {out}: the folder is not empty, and holds no run; choose another or remove it")
@@ -42,7 +42,7 @@ def prepare_folder(out: Path, resume: bool = False) -> None:
 
 def has_begun(out: Path) -> bool:
     """Whether a run in the folder has made an update."""
-    metrics = out / _CURVES[0]
+    metrics = out / _METRICS
     return any(out.glob("checkpoints/step-*")) or (metrics.exists() and metrics.stat().st_size > 0)
 
 
@@ -80,8 +80,9 @@ def begin_result(out: Path, configuration: str) -> dict[str, Any]:
     before = {key: value for key, value in read_result(out).items() if key not in {"pid", "host"}}
     running = {**before, "status": "running", "pid": os.getpid(), "host": socket.gethostname()}
     with writable(out):
-        journal.write_atomically(out / "config.yaml", configuration.encode())
+        # First: a session that is killed in between leaves a run's folder, which the next one takes.
         journal.write_atomically(out / RESULT, (json.dumps(running, indent=2) + "\n").encode())
+        journal.write_atomically(out / "config.yaml", configuration.encode())
     return before
 
 
@@ -119,6 +120,7 @@ def leave_before_start(out: Path, resume: bool, number: int) -> None:
 def bring_curves(checkpoint: Path, out: Path) -> None:
     """Copy what the run of a checkpoint in another folder recorded, which a run that goes on from there starts with.
 
+    The last of the files is the one by which a run has begun: a session that is killed before it copies them again.
     Raises ConfigError where that cannot be written.
     """
     folder = checkpoint.resolve().parent
@@ -127,7 +129,7 @@ def bring_curves(checkpoint: Path, out: Path) -> None:
     with writable(out):
         for name in _CURVES:
             if (folder.parent / name).exists():
-                shutil.copyfile(folder.parent / name, out / name)
+                journal.write_atomically(out / name, (folder.parent / name).read_bytes())
 
 
 @contextlib.contextmanager

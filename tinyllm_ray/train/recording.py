@@ -49,8 +49,8 @@ class Lines:
         self.waiting.clear()
 
 
-def keep_lines(path: Path, last_step: int) -> None:
-    """Have a JSON Lines file end with `last_step`, where a resumed run goes on.
+def keep_lines(path: Path, last_step: int) -> list[dict[str, Any]]:
+    """Have a JSON Lines file end with `last_step`, where a resumed run goes on; its entries.
 
     Lines after it, which the interrupted run had written since its checkpoint, move to NAME.superseded.jsonl. A damaged
     file is kept as NAME.damaged.jsonl, and what can be read of it goes on: a curve is no reason to lose a run. Raises
@@ -63,19 +63,28 @@ def keep_lines(path: Path, last_step: int) -> None:
     later = [entry for entry in entries if entry["step"] > last_step]
     if later:
         journal.append_lines(path.with_suffix(".superseded.jsonl"), later)
-    kept = "".join(json.dumps(entry) + "\n" for entry in entries if entry["step"] <= last_step)
-    journal.write_atomically(path, kept.encode())
+    kept = [entry for entry in entries if entry["step"] <= last_step]
+    journal.write_atomically(path, "".join(json.dumps(entry) + "\n" for entry in kept).encode())
+    return kept
+
+
+_Key = tuple[int, str, int]
+"""Step, split and model of an entry."""
+
+
+def _key_of(entry: dict[str, Any]) -> _Key:
+    return entry["step"], entry.get("split", ""), entry.get("model", 0)
 
 
 def _read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
     """The first entry of every step (split, model), and whether any line but a torn last one was not an entry."""
-    found: dict[tuple[int, str, int], dict[str, Any]] = {}
+    found: dict[_Key, dict[str, Any]] = {}
     lines = path.read_bytes().split(b"\n")[:-1]
     for line in lines:
         with contextlib.suppress(ValueError):
             entry = json.loads(line)
             if isinstance(entry, dict) and isinstance(entry.get("step"), int):
-                found.setdefault((entry["step"], entry.get("split", ""), entry.get("model", 0)), entry)
+                found.setdefault(_key_of(entry), entry)
     return [found[key] for key in sorted(found)], len(found) < len(lines)
 
 
@@ -84,9 +93,13 @@ class Recording:
 
     def __init__(self, out: Path, step: int = 0, event_files: bool = False) -> None:
         self._out = out
-        for name in ("metrics.jsonl", "evaluations.jsonl"):
-            if (out / name).exists():
-                keep_lines(out / name, step)
+        kept = {
+            name: keep_lines(out / name, step)
+            for name in ("metrics.jsonl", "evaluations.jsonl")
+            if (out / name).exists()
+        }
+        self._evaluated = set(map(_key_of, kept.get("evaluations.jsonl", ())))
+        """What sessions before have told: one that was killed right after its evaluation makes it again."""
         self._metrics = Lines(out / "metrics.jsonl")
         self._evaluations = Lines(out / "evaluations.jsonl")
         self._events = EventFiles(out / "tensorboard", purge_step=step + 1 if step else None) if event_files else None
@@ -112,6 +125,8 @@ class Recording:
         name = f" of model {entry['model']}" if "model" in entry else ""
         line = "update %(step)d, epoch %(epoch)d: %(split)s loss %(loss).4f over %(targets)d targets"
         log.info(line + name, entry)
+        if _key_of(entry) in self._evaluated:
+            return
         self._write(self._evaluations, [entry])
         if self._events is not None:
             model = f"/{entry['model']}" if "model" in entry else ""

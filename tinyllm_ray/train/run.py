@@ -21,7 +21,7 @@ from tinyllm_ray.measure.environment import collect_environment, devices
 from tinyllm_ray.train.checkpoint import Checkpoint
 from tinyllm_ray.train.diagnosis import explain_fault
 from tinyllm_ray.train.faults import Faults, note_stop
-from tinyllm_ray.train.folder import RESULT, begin_result, left_at_start, lock_folder, writable
+from tinyllm_ray.train.folder import RESULT, begin_result, bring_curves, left_at_start, lock_folder, writable
 from tinyllm_ray.train.interruption import Interruption
 from tinyllm_ray.train.judged_evaluations import JudgedEvaluations
 from tinyllm_ray.train.packed_optimizer import PackedAdamW
@@ -91,6 +91,8 @@ class Run:
         """Train, evaluate, write the result. Raises ConfigError where the folder cannot be written, or is in use."""
         with lock_folder(self._out):
             before = begin_result(self._out, self._config.to_yaml())
+            if self._checkpoint is not None:
+                bring_curves(self._checkpoint.path, self._out)
             with writable(self._out):
                 self._recording = Recording(self._out, self._start, self._config.output.tensorboard)
             # Before the first update, on another thread: nothing was done in this session that would be lost.
@@ -154,6 +156,12 @@ class Run:
 
     def _update_first(self, trainer: Trainer) -> None:
         """The update that starts and compiles: a signal ends the process at once, since nothing is lost by it."""
+        if self._evaluation_due(trainer.updates):  # a signal kept it from the session before
+            with self._interruption.orderly():
+                self._reach(trainer)
+            self._stages.end("evaluation")
+            if not self._goes_on:
+                return
         began = self._clock()
         how = "running" if self._config.execution.update == "eager" else "compiling"
         self._on_progress(Starting(f"{how} the first update"))
