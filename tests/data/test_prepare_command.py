@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -288,6 +289,18 @@ def test_a_full_disk_is_one_clear_line_and_the_folder_goes_on(corpus, whole, tmp
     assert files(out) == files(whole)
 
 
+def test_the_cache_may_lie_beside_its_documents(corpus, whole, tmp_path, monkeypatch):
+    """Where the command runs again it is none of them, though it holds JSON."""
+    for file in corpus.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(whole, tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    before = files(tmp_path)
+    for source in (".", "./**/*"):
+        assert main(arguments(source, "cache")) == 0
+    assert files(tmp_path) == before
+
+
 def test_a_folder_with_other_things_is_refused(corpus, tmp_path, capsys):
     (tmp_path / "notes.md").write_text("mine")
     status, said = run(*arguments(corpus, tmp_path), capsys=capsys)
@@ -295,6 +308,14 @@ def test_a_folder_with_other_things_is_refused(corpus, tmp_path, capsys):
     assert visible(tmp_path) == ["notes.md"]
     status, said = run(*arguments(corpus, tmp_path / "notes.md"), capsys=capsys)
     assert (status, "notes.md: cannot be written (File exists)" in said.err) == (2, True)
+
+
+@pytest.mark.parametrize("text", ["no JSON", "[]", "null"])
+def test_a_folder_whose_request_is_damaged_is_refused(corpus, tmp_path, capsys, text):
+    (tmp_path / REQUEST).write_text(text)
+    status, said = run(*arguments(corpus, tmp_path), capsys=capsys)
+    wanted = f"error: {tmp_path / REQUEST}: is damaged; choose another --out, or remove that folder\n"
+    assert (status, said.err) == (2, wanted)
 
 
 @pytest.mark.parametrize(
@@ -360,6 +381,17 @@ def test_a_tokenizer_that_is_not_there_is_one_line(corpus, tmp_path, capsys):
     status, said = run(*arguments(corpus, tmp_path / "cache", "--tokenizer", tmp_path / "none"), capsys=capsys)
     assert status == 2
     assert said.err.splitlines()[-1].startswith(f"error: --tokenizer {tmp_path / 'none'}: cannot be loaded: ")
+
+
+@pytest.mark.parametrize("damage", ["no JSON", "{}"])
+def test_a_half_done_caches_damaged_tokenizer_is_named(corpus, whole, tmp_path, capsys, damage):
+    out = tmp_path / "cache"
+    shutil.copytree(whole, out)
+    (out / MANIFEST).unlink()
+    (out / "tokenizer" / "tokenizer.json").write_text(damage)
+    status, said = run(*arguments(corpus, out), capsys=capsys)
+    assert status == 2
+    assert said.err.splitlines()[-1].startswith(f"error: {out / 'tokenizer'}: holds no tokenizer that can be read: ")
 
 
 def test_c4_stands_for_its_revisions():

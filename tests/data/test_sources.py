@@ -122,6 +122,11 @@ def test_what_stands_in_json_strings_and_parquet_stays(tmp_path):
         assert read(path) == [text]
 
 
+@pytest.mark.parametrize("data", [b"[]", b" [\n]\n", b"", b"\xef\xbb\xbf"])
+def test_a_file_may_hold_no_document(tmp_path, data):
+    assert read(put(tmp_path / "a.json", data)) == []
+
+
 def test_empty_and_null_texts_are_empty_documents(tmp_path):
     assert read(put(tmp_path / "a.jsonl", b'{"text": null}\n\n{"text": ""}\n  \n{"text": "a"}')) == ["", "", "a"]
     assert read(write_parquet(tmp_path / "a.parquet", [None, "", "a"])) == ["", "", "a"]
@@ -282,6 +287,36 @@ def test_folders_patterns_and_files_are_read_in_order(tmp_path, caplog):
     assert twice == ["b/2.txt", "a.jsonl", "b/10.txt"]
 
 
+def test_linked_folders_are_read_once_and_round_trips_end(tmp_path):
+    for name in ("books/1.txt", "elsewhere/2.txt"):
+        put(tmp_path / name, name.encode())
+    (tmp_path / "books" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "books" / "again").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "up").symlink_to(tmp_path / "books")
+    texts = [text.decode() for _, text in all_documents(open_all(tmp_path / "books"))]
+    assert texts == ["books/1.txt", "elsewhere/2.txt"]
+
+
+def test_files_of_equal_names_are_all_read(tmp_path, monkeypatch):
+    """The second folder's file, called as the first one's copy of it is."""
+    for name in ("first/a.txt", "first/second/a.txt", "second/a.txt"):
+        put(tmp_path / name, name.encode())
+    monkeypatch.chdir(tmp_path)
+    texts = [text.decode() for _, text in all_documents(open_all("first", "second"))]
+    assert texts == ["first/a.txt", "first/second/a.txt", "second/a.txt"]
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    """By a path that is too long for the system, since a test may run as root, who may read everything."""
+    put(tmp_path / "a.txt", b"one")
+    monkeypatch.chdir(tmp_path)
+    for _ in range(20):
+        os.mkdir("x" * 250)
+        os.chdir("x" * 250)
+    with pytest.raises(ConfigError, match=r"xxx: cannot be read: File name too long"):
+        open_all(tmp_path)
+
+
 def test_where_files_lie_is_no_fact_but_what_they_are_is(tmp_path):
     put(tmp_path / "a" / "x.txt", b"one")
     first = open_all(tmp_path / "a").facts
@@ -320,9 +355,10 @@ def test_a_source_that_is_not_there_is_named(tmp_path, names, said, monkeypatch)
         open_all(*[places.get(name, name) for name in names])
 
 
-def test_a_link_to_nothing_is_named(tmp_path):
-    (tmp_path / "a.txt").symlink_to(tmp_path / "gone")
-    with pytest.raises(ConfigError, match=r"a.txt: cannot be read: No such file or directory"):
+@pytest.mark.parametrize(("target", "said"), [("gone", "No such file or directory"), ("a.txt", "Too many levels")])
+def test_a_link_to_nothing_is_named(tmp_path, target, said):
+    (tmp_path / "a.txt").symlink_to(tmp_path / target)
+    with pytest.raises(ConfigError, match=rf"a.txt: cannot be read: {said}"):
         open_all(tmp_path)
 
 

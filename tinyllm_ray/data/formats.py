@@ -159,7 +159,7 @@ def _json_values(path: Path, advance: Advance) -> Iterator[Any]:
             end = len(new) if not more else _whole_characters(new)
             text, place, kept = text[place:] + new[:end].decode(), 0, new[end:]
             continue
-        start, place = place, _skip(text, place, "[" if first else ",]")
+        start, place = place, _skip(text, place, "[]" if first else ",]")
         open_brackets += text.count("[", start, place) - text.count("]", start, place)
         if place == len(text) and not more:
             if open_brackets:

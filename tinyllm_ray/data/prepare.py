@@ -19,7 +19,7 @@ from tinyllm_ray.data.corpus import SOURCE, corpus_identity, corpus_installed
 from tinyllm_ray.data.encode import cut_between_words
 from tinyllm_ray.data.order import Shuffler
 from tinyllm_ray.data.progress import Report, reporter, silent
-from tinyllm_ray.data.resume import begun, forget_leftovers
+from tinyllm_ray.data.resume import REQUEST, begun, forget_leftovers
 from tinyllm_ray.data.sources import Meter, Source, SourceOptions, open_source
 from tinyllm_ray.data.tokenizer import SavedTokenizer, is_saved, open_tokenizer, take_tokenizer, train_tokenizer
 from tinyllm_ray.data.write import MapBatches, Totals, write_cache
@@ -98,7 +98,8 @@ def prepare(
 def _prepare(
     request: Request, out: Path, map_batches: MapBatches, report: Report, clock: Clock = time.monotonic
 ) -> tuple[TokenCache, bool]:
-    source = open_source(request.sources, request.options)
+    # Where it was begun before it holds JSON, and may lie among the documents.
+    source = open_source(request.sources, request.options, out if (out / REQUEST).exists() else None)
     described = source.description | _describe_tokenizer(request)
     facts = {
         "source": source.facts,

