@@ -86,6 +86,22 @@ def test_a_data_set_that_was_saved_is_read(folder, whole):
     assert open_one(saved, text_column="body").facts == open_one(saved, text_column="body").facts
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_damaged_data_set_is_one_line(folder, streaming):
+    (folder / "train.jsonl").write_text('{"body": "one"}\n{"body')
+    with pytest.raises(ConfigError, match=r"the data set .* cannot be loaded: .*") as raised:
+        documents(open_one(f"hf:{folder}", text_column="body", streaming=streaming))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "no JSON"])
+def test_a_saved_data_set_that_is_damaged_is_one_line(tmp_path, text):
+    (tmp_path / "state.json").write_text(text)
+    (tmp_path / "dataset_info.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"the data set .* cannot be loaded: .*"):
+        open_one(tmp_path)
+
+
 def test_a_name_of_the_hub_is_asked_for_as_it_was_given(monkeypatch):
     asked = []
 

@@ -34,6 +34,7 @@ def write(name, data):
         (lambda folder: (folder / MANIFEST).unlink(), "FOLDER: holds no manifest.json"),
         (write(MANIFEST, b"{"), "FOLDER/manifest.json: is no JSON"),
         (write(MANIFEST, b"\xff"), "FOLDER/manifest.json: is no JSON"),
+        (write(MANIFEST, b"[" * 100_000), "FOLDER/manifest.json: is no JSON"),
         (write(MANIFEST, b"[]"), "FOLDER/manifest.json: "),
         (
             lambda folder: change_manifest(folder, schema_version=2),

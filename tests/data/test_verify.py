@@ -179,6 +179,15 @@ def test_info_shows_no_more_rows_than_there_are(cache, capsys):
     assert "'-1' is no whole number from 0 on" in capsys.readouterr().err
 
 
+def test_info_says_why_rows_are_ids(cache, capsys):
+    path = cache.folder / "tokenizer" / "tokenizer.json"
+    path.write_text("no JSON")
+    assert main(["info", str(cache.folder)]) == 0
+    said = capsys.readouterr().out
+    assert f"nothing here to decode them with ({path}: " in said
+    assert str(cache.read("train", 0, 64).tolist()) in said
+
+
 def test_info_and_verify_need_no_tokenizer_library(cache, child_environment):
     code = """
 import sys

@@ -276,5 +276,5 @@ def read_manifest(folder: Path) -> Manifest:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except ValidationError as error:
         raise ConfigError(explain(error, Manifest, str(path))) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: is no JSON: {error}") from None

@@ -43,9 +43,9 @@ def describe(cache: TokenCache, rows: int) -> Iterator[str]:
 def _rows(cache: TokenCache, rows: int) -> Iterator[str]:
     split = next(iter(cache.manifest.splits))
     tokens = cache.tokens(split)
-    backend = _backend(cache)
+    backend, why = _backend(cache)
     if backend is None:
-        yield "  rows as ids, for there is nothing here to decode them with (pip install tokenizers):"
+        yield f"  rows as ids, for there is nothing here to decode them with ({why}):"
     rows = min(rows, -(-tokens // _ROW_TOKENS))
     for number in range(rows):
         start = tokens * number // rows
@@ -54,11 +54,14 @@ def _rows(cache: TokenCache, rows: int) -> Iterator[str]:
         yield f"  {split} from token {start:,}: {json.dumps(shown, ensure_ascii=False)}"
 
 
-def _backend(cache: TokenCache) -> Any:
-    """The cache's tokenizer, or None where it or its library is missing."""
+def _backend(cache: TokenCache) -> tuple[Any, str]:
+    """The cache's tokenizer, or None and why not."""
     path = cache.folder / TOKENIZER_FOLDER / TOKENIZER_FILE
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        return None
-    return Tokenizer.from_file(str(path)) if path.is_file() else None
+        return None, "pip install tokenizers"
+    try:
+        return Tokenizer.from_file(str(path)), ""
+    except Exception as error:  # the library has no other kind
+        return None, f"{path}: {error}"

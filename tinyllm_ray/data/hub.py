@@ -45,7 +45,7 @@ def open_saved(folder: Path, options: SourceOptions) -> Source:
 
 
 class _Explained:
-    """What the library raises for a data set that is not there, in one line."""
+    """What the library raises for a data set that is not there, or is damaged, in one line."""
 
     def __init__(self, name: str, also: str = "") -> None:
         self._name, self._also = name, also
@@ -53,10 +53,12 @@ class _Explained:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        # Its own errors, and those of the hub's client, are of these two kinds.
-        if isinstance(error, OSError | ValueError):
-            reason = " ".join(str(error).split())
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
+        # Errors of its own are of no common kind, and of a damaged file those of whoever reads it.
+        if isinstance(error, Exception):
+            why = error if error.__cause__ is None else f"{error}: {error.__cause__}"
+            kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+            reason = " ".join(f"{kind}{why}".split())
             raise ConfigError(f"the data set {self._name!r} cannot be loaded: {reason:.500}{self._also}") from error
 
 
