@@ -109,6 +109,15 @@ def test_equals_the_eager_loss_of_whole_batches_over_a_split(
     assert evaluator.evaluate(batches) == (pytest.approx(expected, rel=1e-6), targets)
 
 
+def test_a_few_last_targets_are_no_length_of_their_own(tiny: MakeConfig) -> None:
+    """For which the attention asked for may have no kernel."""
+    config, model, evaluator = make(tiny)
+    lengths: list[int] = []
+    model.blocks[0].register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
+    evaluator.evaluate([random_rows(config, *shape) for shape in ((4, 17), (1, 17), (1, 6), (1, 2))])
+    assert set(lengths) == {config.model.context}
+
+
 class LargestLogits(TorchFunctionMode):
     """Remembers the most elements of any tensor whose last dimension is the vocabulary, and whether one had a graph."""
 

@@ -31,8 +31,8 @@ _PAYS_FROM_TARGETS = 30_000_000
 class Evaluator:
     """Evaluates one model, whose weights may change in between, as often as wanted.
 
-    Hidden states are computed for a whole batch, logits for `chunk` targets at a time. Compiled, both have one shape
-    each, to which smaller batches are filled up with targets that do not count: one compilation serves every split.
+    Hidden states are computed for a whole batch, logits for `chunk` targets at a time. Shorter rows are filled up with
+    targets that do not count; compiled, smaller batches are too: one shape each, and one compilation for every split.
     It is compiled in the default mode whatever training's is: max-autotune takes 30 s more for 1%, and a batch keeps
     a GPU busy for 20 ms, beside which launches that CUDA graphs would spare are nothing.
 
@@ -75,9 +75,7 @@ class Evaluator:
     def _sum(self, rows: np.ndarray) -> torch.Tensor:
         """Loss over a batch's targets, summed in float64 over chunks that are summed in float32."""
         batch = self._to_device(rows)
-        inputs, targets = batch[:, :-1], batch[:, 1:]
-        if self.compiled:
-            inputs, targets = self._fill_up(inputs, 0), self._fill_up(targets, IGNORED)
+        inputs, targets = self._fill_up(batch[:, :-1], 0), self._fill_up(batch[:, 1:], IGNORED)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         # As in training, around the compiled functions and not inside them.
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
@@ -95,8 +93,15 @@ class Evaluator:
         return widen(host.to(self._device, non_blocking=True))
 
     def _fill_up(self, ids: torch.Tensor, value: int) -> torch.Tensor:
-        """`ids` as the first rows and columns of [rows, context]: attention is causal, what follows disturbs none."""
-        out = ids.new_full((self.rows, self._context), value)
+        """`ids` as the first columns of as many rows of a whole context, compiled of all rows of a batch.
+
+        Attention is causal, what follows disturbs none. A split's last targets alone are a length of their own, for
+        which a backend may have no kernel: cuDNN has none for a single one (torch's sdp_utils.cpp).
+        """
+        shape = (self.rows if self.compiled else len(ids), self._context)
+        if ids.shape == shape and not self.compiled:
+            return ids
+        out = ids.new_full(shape, value)
         out[: ids.shape[0], : ids.shape[1]] = ids
         return out
 
