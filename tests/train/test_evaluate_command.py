@@ -91,6 +91,15 @@ def test_another_execution_finds_the_same(run: Path, capsys: pytest.CaptureFixtu
     assert evaluate(capsys, run, *settings)["loss"] == pytest.approx(loss, rel=1e-6)
 
 
+def test_what_needs_a_gpu_is_no_part_of_an_evaluation(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loss = evaluate(capsys, run)["loss"]
+    values = ("update=graph", "loss_kernel=triton", "optimizer_kernel=triton", "residual_dtype=bfloat16")
+    settings = [word for value in values for word in ("--set", f"execution.{value}")]
+    assert evaluate(capsys, run, *settings)["loss"] == loss
+    line = refusal(capsys, run, *settings, "--set", "execution.sdpa_backend=cudnn")
+    assert "execution.sdpa_backend: 'cudnn' needs a GPU, and there is none; a CPU has auto, flash, math" in line
+
+
 def test_another_split(run: Path, tiny_cache: TokenCache, capsys: pytest.CaptureFixture[str]) -> None:
     found = evaluate(capsys, run, "--split", "train")
     assert (found["split"], found["tokens"]) == ("train", tiny_cache.tokens("train") - 1)

@@ -103,6 +103,8 @@ def _loss(
     from tinyllm_ray.train.trainer import choose_device, settle_threads
     from tinyllm_ray.train.weights import load_weights
 
+    if not torch.cuda.is_available():
+        config = _without_training(config)
     device = choose_device(config)
     torch.set_num_threads(settle_threads(config, device))
     model = allocate(config.model)
@@ -117,6 +119,15 @@ def _loss(
     began = time.perf_counter()
     loss, targets = evaluator.evaluate(batches)
     return loss, targets, time.perf_counter() - began
+
+
+def _without_training(config: "Config") -> "Config":
+    """Without what needs a GPU and an evaluation does not use: a run of a GPU's can be evaluated anywhere."""
+    from tinyllm_ray.execution import ExecutionConfig, needs_gpu
+
+    plain = ExecutionConfig()
+    idle = [key for key, value in config.execution if needs_gpu(key, value) and key != "sdpa_backend"]
+    return config.with_execution({key: getattr(plain, key) for key in idle})
 
 
 def _configuration(source: "WeightsSource", options: argparse.Namespace) -> "Config":
