@@ -92,7 +92,7 @@ class ExecutionConfig(Section):
                 f"update graph captures the update itself; compile_mode {mode} would capture parts of it: take one of "
                 + ", ".join(GRAPH_COMPILE_MODES)
             )
-        if values.get("update") in {"compiled", "graph"}:
+        if values.get("update") in ("compiled", "graph"):  # a list, as spaces have, is for pydantic to refuse
             return {**values, "compile_mode": mode or "default"}
         # Checked as if it were used, then dropped: two eager executions never differ by it.
         return {**values, "compile_mode": None} if mode is None or mode in get_args(CompileMode) else values

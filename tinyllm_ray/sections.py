@@ -37,15 +37,15 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """A Llama-style decoder."""
 
-    layers: Integer = Field(gt=0)
-    width: Integer = Field(gt=0)
+    layers: Integer = Field(gt=0, le=10_000)
+    width: Integer = Field(gt=0, le=2**20)
     """Features of the residual stream."""
     heads: Integer = Field(gt=0)
-    ffn: Integer = Field(gt=0)
+    ffn: Integer = Field(gt=0, le=2**20)
     """Features inside the SwiGLU block."""
-    context: Integer = Field(default=1024, gt=0)
+    context: Integer = Field(default=1024, gt=0, le=2**24)
     """Tokens a row, which is also the longest distance attention reaches."""
-    vocab_size: Integer = Field(default=32_000, gt=1)
+    vocab_size: Integer = Field(default=32_000, gt=1, le=2**32)
     rope_theta: Number = Field(default=10_000.0, gt=0)
     norm_eps: Number = Field(default=1e-5, gt=0)
     init_std: Number = Field(default=0.02, gt=0)
@@ -88,9 +88,9 @@ class TrainingConfig(Section):
     """How long, in which steps."""
 
     tokens_per_update: Integer = Field(gt=0)
-    tokens_per_parameter: Number = Field(default=20.0, gt=0)
+    tokens_per_parameter: Number = Field(default=20.0, gt=0, le=1e9)
     """Token budget as a multiple of the parameters."""
-    token_budget: Integer | None = Field(default=None, gt=0)
+    token_budget: Integer | None = Field(default=None, gt=0, le=10**18)
     """Token budget as a number; overrides tokens_per_parameter."""
     epochs: Integer = Field(default=40, gt=0)
     """Virtual epochs the budget is divided into; each ends with an evaluation."""
