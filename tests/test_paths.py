@@ -1,5 +1,6 @@
 """A path that cannot be used is one line and status 2, whatever command it was given to."""
 
+import errno
 import importlib
 import os
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 from test_help import commands
 
-from tinyllm_ray.command import Parser
+from tinyllm_ray.command import Parser, exit_status
 from tinyllm_ray.data.prepare import CACHE_VARIABLE
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.paths import is_there, shown, unusable
@@ -136,3 +137,19 @@ def test_a_path_that_is_not_there_is_no_mistake(folder: Path) -> None:
 def test_a_path_is_shown_in_its_own_letters() -> None:
     assert shown("Läufe/東京 1") == "Läufe/東京 1"
     assert shown("a\0b\n\udcff") == r"a\x00b\n\udcff"
+
+
+def test_a_path_that_is_closed_to_the_user_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def refused() -> int:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "runs/theirs/checkpoints")
+
+    assert exit_status(refused) == 2
+    assert capsys.readouterr().err.startswith("error: runs/theirs/checkpoints: may not be read or written by you; ")
+
+
+def test_other_errors_of_the_system_are_faults_of_the_program() -> None:
+    def failed() -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "runs/theirs")
+
+    with pytest.raises(OSError, match="runs/theirs"):
+        exit_status(failed)

@@ -1,6 +1,7 @@
 """Records survive the journal, and have a place for all that the reference system recorded."""
 
 import functools
+import json
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -204,6 +205,14 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "trials.jsonl"
     path.write_bytes(b"{}x\n")
     with pytest.raises(TinyllmRayError, match=r"trials\.jsonl: line 1"):
+        read_records(path)
+
+
+def test_a_record_of_another_version_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "trials.jsonl"
+    later = a_record().model_dump(mode="json") | {"schema_version": 2}
+    path.write_text(f"{a_record().model_dump_json()}\n{json.dumps(later)}\n")
+    with pytest.raises(TinyllmRayError, match=r"trials\.jsonl: line 2: schema_version: 2 is not allowed"):
         read_records(path)
 
 

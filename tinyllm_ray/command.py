@@ -18,6 +18,11 @@ from tinyllm_ray.errors import EXIT_SIGINT, EXIT_USER, TinyllmRayError
 from tinyllm_ray.help_text import HelpFormatter
 from tinyllm_ray.paths import shown, unusable
 
+_OF_A_PATH = {
+    errno.ENAMETOOLONG: "this name is longer than a file's may be",
+    errno.EACCES: "may not be read or written by you; choose another, or have it opened to you",
+}
+"""What a path that somebody named can have wrong, where whoever came upon it did not say it."""
 _EMPTY = "'' is no value, and what a variable of the shell gives that is not set"
 
 
@@ -121,7 +126,8 @@ def exit_status(command: Callable[[], int]) -> int:
         say(f"error: {error}", sys.stderr)
         return error.exit_status
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
+        why = _OF_A_PATH.get(error.errno or 0) if error.filename else None
+        if why is None:
             raise
-        say(f"error: {shown(str(error.filename))}: this name is longer than a file's may be", sys.stderr)
+        say(f"error: {shown(str(error.filename))}: {why}", sys.stderr)
         return EXIT_USER

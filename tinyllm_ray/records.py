@@ -8,10 +8,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tinyllm_ray import journal
+from tinyllm_ray.errors import TinyllmRayError
 from tinyllm_ray.protocol import Protocol
+from tinyllm_ray.validation import explain
 
 SCHEMA_VERSION: Final = 1
 
@@ -272,10 +274,18 @@ class TrialRecord(_Record):
 def read_records(path: Path) -> list[TrialRecord]:
     """The records of a study, oldest first; a torn last line is left out.
 
+    Raises TinyllmRayError naming a line that holds no record, as one of another version of this package.
+
     >>> from pathlib import Path
     >>> from tinyllm_ray.records import Fate, read_records
     >>> records = read_records(Path("studies/nano/trials.jsonl"))
     >>> sum(record.fate is Fate.COMPLETE for record in records) > 0
     True
     """
-    return [TrialRecord.model_validate(entry) for entry in journal.read_lines(path)]
+    records = []
+    for number, entry in enumerate(journal.read_lines(path), start=1):
+        try:
+            records.append(TrialRecord.model_validate(entry))
+        except ValidationError as error:
+            raise TinyllmRayError(explain(error, TrialRecord, f"{path}: line {number}")) from None
+    return records
