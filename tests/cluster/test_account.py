@@ -208,6 +208,20 @@ def test_a_study_knows_its_jobs_and_a_folder_without_one_is_refused(tmp_path: Pa
         read_study(tmp_path)
 
 
+def test_studies_that_share_a_budget_are_accounted_for_together(tmp_path: Path) -> None:
+    (tmp_path / "presets.yaml").touch()
+    with pytest.raises(ConfigError, match="holds no study's records"):
+        read_study(tmp_path)
+    for name, seconds in (("20m", 10.0), ("50m", 30.0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "trials.jsonl").write_text(trial(0, total=seconds).model_dump_json() + "\n")
+        (tmp_path / name / "summary.json").write_text(json.dumps({"gpus": 4, "ended": "space exhausted"}))
+    (tmp_path / "summary.json").write_text(json.dumps({"ended": "every recipe was studied", "studies": []}))
+    study = read_study(tmp_path)
+    assert [record.seconds.total for record in study.records] == [10.0, 30.0]
+    assert (study.summary["gpus"], study.summary["ended"]) == (4, "every recipe was studied")
+
+
 def test_the_command_needs_no_slurm_for_a_studys_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,6 +88,45 @@ def test_only_a_study_that_was_cut_with_budget_left_goes_on(
     assert not has_to_return(TUNE, 1, [USR1], left=50.0), "a fault would come again"
 
 
+def leave_studies(ended: str | None, elapsed: float, *states: str, answered: bool = True) -> None:
+    """Studies that share a budget, as `tune --presets` leaves them."""
+    Path("study/20m").mkdir(parents=True, exist_ok=True)
+    Path("study/presets.yaml").touch()
+    selected = "mb32 compiled" if answered else None
+    studies = [{"name": str(place), "state": state, "selected": selected} for place, state in enumerate(states)]
+    summary = {"ended": ended, "elapsed_seconds": elapsed, "budget_seconds": 2700.0, "studies": studies}
+    Path("study/summary.json").write_text(json.dumps(summary))
+
+
+def test_studies_that_share_a_budget_go_on_in_their_folder() -> None:
+    several = ["tune", "--presets", "20m,50m", *TUNE[1:]]
+    assert continued(several, 7, before=1) == several
+    leave_studies(None, 60.0, "running", "waiting")
+    assert continued(several, 7, before=1) == [*several, "--resume"]
+
+
+@pytest.mark.parametrize(
+    ("ended", "elapsed", "states", "has_rest"),
+    [
+        ("SIGTERM", 600.0, ("done", "interrupted"), True),
+        ("nodes lost: a trial takes 1 GPU", 600.0, ("interrupted", "waiting"), True),
+        ("budget: 50m had more to measure", 600.0, ("done", "short"), True),
+        ("budget: 50m had more to measure", 2690.0, ("done", "short"), False),
+        ("every recipe was studied", 600.0, ("done", "done"), False),
+        ("left out: 50m", 600.0, ("done", "left out"), False),
+    ],
+)
+def test_only_studies_with_something_left_to_measure_go_on(
+    ended: str, elapsed: float, states: tuple[str, ...], has_rest: bool
+) -> None:
+    leave_studies(ended, elapsed, *states)
+    assert has_to_return(TUNE, 143, [USR1], left=900.0) is has_rest
+    assert has_to_return(TUNE, 0, [], left=50.0) is has_rest
+    assert settled_status(Path("study")) == (None if has_rest else 0)
+    leave_studies("every recipe was studied", elapsed, *states, answered=False)
+    assert settled_status(Path("study")) == (None if "short" in states and elapsed < 2640 else 3)
+
+
 def test_a_study_that_its_own_budget_ended_gains_nothing_by_another_allocation() -> None:
     leave_study("budget: the next candidate needs up to 165 s and 97 s are left", 2603.0, exhausted=True)
     for left in (3600.0, None):

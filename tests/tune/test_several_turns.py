@@ -39,6 +39,7 @@ class Turns:
     said: list[str]
     spend: dict[str, float] = field(default_factory=dict)
     faults: dict[str, str] = field(default_factory=dict)
+    ends: dict[str, str] = field(default_factory=dict)
     calls: list[tuple[str, float, int]] = field(default_factory=list)
     """Name, share in seconds and records of others it began with."""
 
@@ -60,7 +61,7 @@ class Turns:
             "baseline": {"candidate": "c1" if name == "small" else "c2"},
             "speedup": {"ratio": 1.0 if name == "small" else 1.1, "verified": False},
             "candidates": [{"candidate": "c1", "label": "mb8 eager", "seconds": 20.0}],
-            "ended": "budget: more to do" if exhausted else "space exhausted",
+            "ended": self.ends.get(name) or ("budget: more to do" if exhausted else "space exhausted"),
             "budget_exhausted": exhausted,
         }
         (out / "summary.json").write_text(json.dumps(summary))
@@ -170,6 +171,14 @@ def test_one_that_cannot_be_studied_here_is_left_out_and_the_others_go_on(turns:
     assert turns.run() == ["done", "left out", "done"]
     assert "middle is left out: data.cache: the vocabulary is another" in turns.said
     assert read_whole(turns.whole.session.out)["studies"][1]["reason"] == "data.cache: the vocabulary is another"
+
+
+def test_where_a_cluster_lost_its_nodes_what_ran_was_cut_and_the_others_wait(turns: Turns) -> None:
+    """A resumption, on a cluster that has nodes again, goes on with all of them."""
+    turns.ends["middle"] = "nodes lost: a trial takes 1 GPU, and the nodes alive have 0 GPU"
+    assert turns.run() == ["done", "interrupted", "waiting"]
+    assert turns.ran == ["small", "middle"]
+    assert why_over(turns.whole) == turns.ends["middle"]
 
 
 def test_one_that_goes_on_with_something_else_than_it_began_with_is_a_mistake(turns: Turns) -> None:

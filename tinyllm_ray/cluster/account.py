@@ -19,7 +19,7 @@ from tinyllm_ray.summary import find_summary
 PHASES = ("start", "compile", "warmup", "windows", "proof", "verify", "other")
 """`verify` is all of the trials that measure again, `other` what a trial's record has beside its phases: the wait for
 its process, and its end."""
-_RECORDS = "trials.jsonl"
+_RECORDS, _PRESETS = "trials.jsonl", "presets.yaml"
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,17 @@ class GpuAccount:
 
 
 def read_study(folder: Path) -> StudyUse:
-    """A study's records and summary. Raises ConfigError where the folder holds none."""
-    if not (folder / _RECORDS).exists():
+    """A study's records and summary, or those of all studies that share a budget in the folder.
+
+    Raises ConfigError where it holds none.
+    """
+    own = [folder / _RECORDS]
+    files = sorted(folder.glob(f"*/{_RECORDS}")) if (folder / _PRESETS).exists() else own
+    if not files or not files[0].exists():
         raise ConfigError(f"{folder} holds no study's records ({_RECORDS} is missing); give a job's number or an OUT")
-    return StudyUse(folder, read_records(folder / _RECORDS), find_summary(folder))
+    records = [record for file in files for record in read_records(file)]
+    # What all came to is the whole's to tell; of the cluster each study's own summary does.
+    return StudyUse(folder, records, find_summary(files[0].parent) | find_summary(folder))
 
 
 def jobs_of(records: Iterable[TrialRecord]) -> list[int]:

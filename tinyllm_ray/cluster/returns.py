@@ -20,10 +20,12 @@ from tinyllm_ray.summary import find_summary
 
 LEAST_REST_SECONDS = 60.0
 """Of a budget; with less a study is not worth going on with, as its start takes 5 to 12 s and a candidate 10 s."""
-_DEFINITION, _SELECTED = "study.yaml", "selected.yaml"
+_DEFINITIONS, _SELECTED = ("study.yaml", "presets.yaml"), "selected.yaml"
+"""What the folder of a study holds, or of several that share a budget, once there is something to go on with."""
 _CUT = (None, "the budget's end", "SIGTERM", "SIGINT")
 """How a study's summary says that it did not end by itself; None is that of one that was killed."""
-_NODES_LOST = "nodes lost"
+NODES_LOST = "nodes lost"
+"""How the reason of a study begins that ended as no node was left for a trial."""
 
 
 def may_return(job: str) -> bool:
@@ -50,7 +52,8 @@ def continued(words: Sequence[str], number: int, before: int) -> list[str]:
     if study_folder(words) is None:
         words += ["--out", f"studies/job-{number}"]
     folder = study_folder(words)
-    if before and folder is not None and (folder / _DEFINITION).exists() and not _is_given(words, "--resume"):
+    begun = folder is not None and any((folder / name).exists() for name in _DEFINITIONS)
+    if before and begun and not _is_given(words, "--resume"):
         words.append("--resume")
     return words
 
@@ -82,7 +85,8 @@ def settled_status(folder: Path) -> int | None:
     summary = find_summary(folder)
     if not summary or _is_unfinished(summary):
         return None
-    return EXIT_DONE if (folder / _SELECTED).exists() else EXIT_NO_RESULT
+    answered = (folder / _SELECTED).exists() or any(one.get("selected") for one in _parts(summary))
+    return EXIT_DONE if answered else EXIT_NO_RESULT
 
 
 def has_to_return(words: Sequence[str], status: int, received: Sequence[int], left: float | None) -> bool:
@@ -99,7 +103,7 @@ def has_to_return(words: Sequence[str], status: int, received: Sequence[int], le
     summary = find_summary(folder)
     if status not in (EXIT_DONE, EXIT_NO_RESULT, EXIT_SIGTERM) or not summary or not _is_unfinished(summary):
         return False
-    if received or str(summary["ended"]).startswith(_NODES_LOST):
+    if received or str(summary["ended"]).startswith(NODES_LOST):
         return True
     return left is not None and _rest(summary) - max(0.0, left - margin_seconds(left)) >= LEAST_REST_SECONDS
 
@@ -113,9 +117,16 @@ def requeue(environment: Mapping[str, str]) -> None:
 
 
 def _is_unfinished(summary: Mapping[str, Any]) -> bool:
+    short = bool(summary.get("budget_exhausted")) or any(one.get("state") == "short" for one in _parts(summary))
     ended = summary.get("ended")
-    cut = ended in _CUT or str(ended).startswith(_NODES_LOST) or bool(summary.get("budget_exhausted"))
+    cut = ended in _CUT or short or str(ended).startswith(NODES_LOST)
     return cut and _rest(summary) >= LEAST_REST_SECONDS
+
+
+def _parts(summary: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """The studies that share a budget; none of a summary of one."""
+    found: Sequence[Mapping[str, Any]] = summary.get("studies", ())
+    return found
 
 
 def _rest(summary: Mapping[str, Any]) -> float:

@@ -7,6 +7,7 @@ import ray
 from ray.tune import Stopper
 
 from tinyllm_ray.clock import Clock
+from tinyllm_ray.cluster.returns import NODES_LOST
 from tinyllm_ray.errors import ConfigError
 
 _LOOK_SECONDS = 2.0
@@ -51,7 +52,7 @@ class Room(Stopper):  # type: ignore[misc]
             if self._is_there():
                 self._seen = now
             elif now - self._seen >= _PATIENCE_SECONDS:
-                self.reason = f"nodes lost: {self._words()}"
+                self.reason = f"{NODES_LOST}: {self._words()}"
         return self.reason is not None
 
     def _is_there(self) -> bool:

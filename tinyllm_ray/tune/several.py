@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinyllm_ray.clock import Deadline, format_duration
+from tinyllm_ray.cluster.returns import NODES_LOST
 from tinyllm_ray.config import Config
 from tinyllm_ray.data.cache import open_cache
 from tinyllm_ray.errors import ConfigError
@@ -78,6 +79,8 @@ class Whole:
     """For measuring."""
     say: Callable[[str], None]
     study: Callable[..., int] = study_on_ray
+    lost: str | None = None
+    """Why no study can go on, where the cluster lost its nodes."""
 
 
 def run_presets(work: "Work") -> int:
@@ -112,6 +115,8 @@ def why_over(whole: Whole) -> str:
     """Why no study goes on, and what a resumption would do."""
     short, out = ([part for part in whole.parts if part.standing.state == state] for state in ("short", "left out"))
     left = whole.deadline.remaining()
+    if whole.lost is not None:
+        return whole.lost
     why = [f"budget: {_names(short)} had more to measure"] if short else []
     if again := [part for part in short if _size(part, whole).least_seconds <= left]:
         # A study is closed with its share: who comes after it may need what is left.
@@ -179,6 +184,9 @@ def run_in_turn(whole: Whole) -> None:
         if waiting:
             part = waiting.pop(0)
             _run(part, shares.seconds[part.standing.name], whole)
+            if str(part.standing.reason).startswith(NODES_LOST):
+                whole.lost = part.standing.reason  # the others wait for a cluster that has nodes
+                return
 
 
 def _size(part: Part, whole: Whole) -> Size:
@@ -222,5 +230,7 @@ def _run(part: Part, seconds: float, whole: Whole) -> None:
         found = study_figures(part.out)
         standing.reason = found["ended"]
         standing.state = "left out" if not found["trials"] else "short" if found["budget_exhausted"] else "done"
+        if str(found["ended"]).startswith(NODES_LOST):
+            standing.state = "interrupted"
     whole.session.running = None
     whole.session.write_page()
