@@ -6,6 +6,7 @@ import pytest
 
 from tinyllm_ray.allocation import END_VARIABLE
 from tinyllm_ray.clock import Deadline
+from tinyllm_ray.cluster import launch as launching
 from tinyllm_ray.cluster.driver import driver_environment
 from tinyllm_ray.cluster.launch import Ended, build_parser, gather, launch, program
 from tinyllm_ray.cluster.node import Node
@@ -117,6 +118,19 @@ def test_outside_of_a_job_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     with pytest.raises(ConfigError, match=r"no Slurm job .*submit --help"):
         launch(build_parser().parse_args(["tune"]), [])
+
+
+def test_a_slurm_that_does_not_answer_at_the_end_costs_no_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, lines in (("scontrol", "echo JobId=7 Requeue=1"), ("squeue", "echo 'squeue: error: no' >&2; exit 1")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{lines}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(launching, "on_cluster", lambda *_: 0)
+    assert launch(build_parser().parse_args(["tune", "--budget", "45m"]), []) == 0
+    assert capsys.readouterr().err == "cluster: squeue: no; the job does not go back into the queue by itself\n"
 
 
 def test_a_step_has_all_that_the_job_has_on_its_node() -> None:

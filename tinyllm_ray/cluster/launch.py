@@ -109,10 +109,19 @@ def launch(options: argparse.Namespace, received: Sequence[int]) -> int:
     if before and (status := _settled(words)) is not None:
         return status
     status = on_cluster(options, received, number, job, words, ask)
-    if may_return(job) and has_to_return(words, status, received, seconds_left(os.environ, ask_patiently)):
+    if may_return(job) and has_to_return(words, status, received, _left_at_the_end()):
         note("cluster: the allocation ends before the work does; the job goes back into the queue")
         requeue(os.environ)
     return status
+
+
+def _left_at_the_end() -> float | None:
+    """What Slurm leaves this job; None where it does not answer, which costs a command that is done no status."""
+    try:
+        return seconds_left(os.environ, ask_patiently)
+    except ConfigError as error:
+        note(f"cluster: {error}; the job does not go back into the queue by itself", sys.stderr)
+        return None
 
 
 def on_cluster(
