@@ -1,5 +1,8 @@
 """The command lines of `tune rerun` and `tune validate`, `--retry`, and what a Python caller is told."""
 
+import errno
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ from recorded_studies import tune as run_tune
 import tinyllm_ray.tune.again.command as command
 import tinyllm_ray.tune.tuner as tuner
 from tinyllm_ray import tune
+from tinyllm_ray.allocation import END_VARIABLE, MARGIN_SECONDS
 from tinyllm_ray.clock import Deadline
 from tinyllm_ray.data.cache import open_cache
 from tinyllm_ray.errors import ConfigError, NoResultError, TinyllmRayError
@@ -105,6 +109,26 @@ def test_a_python_caller_of_a_study_without_a_result_is_told_where_to_look(
         NoResultError, match=r"no candidate gave a figure .*: .*/study/summary\.json says what happened"
     ):
         study.fit()
+
+
+def test_a_study_from_python_ends_before_its_allocation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = Supervised(outcome(3))
+    monkeypatch.setattr(tuner, "supervise", found)
+    monkeypatch.setenv(END_VARIABLE, str(int(time.time()) + 3600))
+    with pytest.raises(NoResultError):
+        tune.Tuner(preset="nano", budget="2h", out=tmp_path / "study").fit()
+    assert found.seconds[0] <= 3600 - MARGIN_SECONDS
+
+
+def test_a_configuration_that_cannot_be_looked_at_is_one_line_and_status_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    assert main(["validate", "others/selected.yaml"]) == 2
+    assert capsys.readouterr().err == "error: others/selected.yaml: permission denied\n"
 
 
 def test_a_python_caller_has_both_figures_and_their_difference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

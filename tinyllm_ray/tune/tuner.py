@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tinyllm_ray.allocation import seconds_within_allocation
 from tinyllm_ray.clock import Deadline, parse_duration
 from tinyllm_ray.config import Config, load
 from tinyllm_ray.errors import (
@@ -140,7 +141,7 @@ class Tuner:
         """Everything is checked here, the machine's part in `fit`. Raises ConfigError.
 
         Args:
-            budget: wall clock from the call of `fit` to its return, like "45m".
+            budget: wall clock from the call of `fit` to its return, like "45m"; less in a Slurm job that ends sooner.
             out: folder of the study; new or empty, unless `resume`.
             preset: the recipe by name; or `config`: a Config, or a YAML file. Neither: what fits the machine.
             overrides: `section.key=value`, applied to a preset or file.
@@ -224,7 +225,8 @@ def tune_presets(presets: Sequence[str], **settings: Any) -> dict[str, TuneResul
 def _fit(request: StudyRequest) -> None:
     """Run what is requested, under a supervisor; returns where there is an answer that can be read."""
     out, began = Path(request.out), time.monotonic()
-    deadline = Deadline(began + seconds_left(request.total_seconds, out, request.resume))
+    left = seconds_left(request.total_seconds, out, request.resume) + began - time.monotonic()
+    deadline = Deadline.after(seconds_within_allocation(left, os.environ))
     values = request.model_dump(mode="json", exclude={"budget_seconds"})
     values["age_seconds"] = time.monotonic() - began
     outcome = supervise(STUDY_COMMAND, request=values, deadline=deadline)
