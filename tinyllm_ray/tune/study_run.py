@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import functools
+import hashlib
 import os
 import shutil
 import tempfile
@@ -203,7 +204,7 @@ def claim_machine(console: Console, connection: "Connection") -> Iterator[bool]:
         yield True
         return
     devices = os.environ.get("CUDA_VISIBLE_DEVICES", "all") if connection.gpus else "cpu"
-    name = "".join(letter if letter.isalnum() else "-" for letter in devices)
+    name = hashlib.sha256(os.fsencode(devices)).hexdigest()[:16]  # eight GPUs by their UUIDs are no name for a file
     with (private_folder() / f"measuring-{name}.lock").open("a") as lock:
         alone = False
         with contextlib.suppress(OSError):
