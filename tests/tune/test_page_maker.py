@@ -3,6 +3,7 @@
 import itertools
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -117,6 +118,33 @@ def test_a_process_that_hangs_does_not_hold_up_the_studys_end(tmp_path: Path) ->
     maker = PageMaker(tmp_path, lambda line: None)
     maker.ask()
     maker.finish(0.1)  # hangs for ever otherwise
+
+
+def test_a_page_that_not_even_a_kill_ends_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a file system that hangs: nothing is waited for without an end."""
+    write_study(tmp_path, *h200_first_study())
+    waited: list[float | None] = []
+
+    class Stuck(subprocess.Popen[bytes]):
+        def __init__(self, *_: object, **__: object) -> None:
+            self.returncode: int | None = None
+
+        def wait(self, timeout: float | None = None) -> int:
+            waited.append(timeout)
+            raise subprocess.TimeoutExpired("report", timeout or 0.0)
+
+        def poll(self) -> int | None:
+            return None
+
+        def kill(self) -> None:
+            waited.append(0.0)
+
+        def __del__(self) -> None:
+            """Nothing was started."""
+
+    monkeypatch.setattr(subprocess, "Popen", Stuck)
+    bring_up_to_date(tmp_path, Deadline.after(600.0))
+    assert waited == [10.0, 0.0, 0.2]
 
 
 def test_a_folder_that_is_gone_is_said_and_stops_nothing(tmp_path: Path) -> None:

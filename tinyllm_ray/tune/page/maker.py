@@ -26,6 +26,8 @@ _REST_OVER_COST: Final = 20.0
 """The same in multiples of what a page takes: at most a twentieth of a core."""
 _LAST_SECONDS: Final = 3.0
 """For the last page: what a start, an import and a page take on two busy cores."""
+_KILLED_SECONDS: Final = 0.2
+"""For a killed process to be gone."""
 
 
 class PageMaker:
@@ -59,13 +61,7 @@ class PageMaker:
             return
         assert process.stdin is not None
         process.stdin.close()
-        try:
-            process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a file system that hangs holds it even so
-                process.wait(0.2)
-        else:
+        if _ends_within(seconds, process):
             self._process = process
             self._hear()
             self._process = None
@@ -108,15 +104,28 @@ def bring_up_to_date(out: Path, deadline: Deadline) -> None:
     seconds = min(10.0, deadline.remaining() - 1.0)
     if seconds < _LAST_SECONDS or _is_current(out):
         return
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        subprocess.run(
+    with contextlib.suppress(OSError):
+        process = subprocess.Popen(
             [sys.executable, "-m", "tinyllm_ray.tune", "report", str(out)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            timeout=seconds,
-            check=False,
         )
+        _ends_within(seconds, process)
+
+
+def _ends_within(seconds: float, process: "subprocess.Popen[bytes]") -> bool:
+    """Whether a process ends by itself; one that does not is killed, which a file system that hangs may hold up."""
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        if process.poll() is None:
+            process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_KILLED_SECONDS)
+    return True
 
 
 def _is_current(out: Path) -> bool:
