@@ -48,6 +48,12 @@ def test_every_crash_keeps_the_whole_lines_and_the_file_goes_on(
     assert path.read_bytes().count(b"\n") == len(whole + more)
 
 
+def test_what_cannot_be_read_is_said_and_what_is_not_there_holds_none(tmp_path: Path) -> None:
+    assert journal.read_lines(tmp_path / "absent") == []
+    with pytest.raises(TinyllmRayError, match="cannot be read: Is a directory"):
+        journal.read_lines(tmp_path)
+
+
 @pytest.mark.parametrize("length", [1, 65_535, 65_536, 65_537, 200_000])
 def test_a_torn_line_of_any_length_is_removed(tmp_path: Path, length: int) -> None:
     path = tmp_path / "records"

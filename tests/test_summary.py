@@ -22,6 +22,13 @@ def test_a_damaged_one_is_said_or_done_without(tmp_path: Path, content: bytes) -
     assert find_summary(tmp_path) == {}
 
 
+def test_one_that_cannot_be_read_is_said_or_done_without(tmp_path: Path) -> None:
+    (tmp_path / SUMMARY).mkdir()
+    with pytest.raises(TinyllmRayError, match=f"{SUMMARY} cannot be read: Is a directory"):
+        read_summary(tmp_path)
+    assert find_summary(tmp_path) == {}
+
+
 def test_a_folder_that_is_none_has_no_summary(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert find_summary(tmp_path / "file") == {}

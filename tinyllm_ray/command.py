@@ -16,13 +16,10 @@ from typing import Any, NoReturn, TextIO
 
 from tinyllm_ray.errors import EXIT_SIGINT, EXIT_USER, TinyllmRayError
 from tinyllm_ray.help_text import HelpFormatter
-from tinyllm_ray.paths import shown, unusable
+from tinyllm_ray.paths import reason, shown, unusable
 
-_OF_A_PATH = {
-    errno.ENAMETOOLONG: "this name is longer than a file's may be",
-    errno.EACCES: "may not be read or written by you; choose another, or have it opened to you",
-}
-"""What a path that somebody named can have wrong, where whoever came upon it did not say it."""
+_MISTAKEN_PATH = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EROFS, errno.ENAMETOOLONG)
+"""What the file system says of a path that somebody gave."""
 _EMPTY = "'' is no value, and what a variable of the shell gives that is not set"
 
 
@@ -120,14 +117,22 @@ def exit_status(command: Callable[[], int]) -> int:
     try:
         return command()
     except KeyboardInterrupt:
-        say("ended by SIGINT", sys.stderr)
+        note("ended by SIGINT", sys.stderr)
         return EXIT_SIGINT
     except TinyllmRayError as error:
-        say(f"error: {error}", sys.stderr)
+        note(f"error: {error}", sys.stderr)
         return error.exit_status
     except OSError as error:
-        why = _OF_A_PATH.get(error.errno or 0) if error.filename else None
-        if why is None:
+        if (mistake := mistaken_path(error)) is None:
             raise
-        say(f"error: {shown(str(error.filename))}: {why}", sys.stderr)
+        note(f"error: {mistake}", sys.stderr)
         return EXIT_USER
+
+
+def mistaken_path(error: OSError) -> str | None:
+    """A path that cannot be used as it was given, and why, on one line; None where `error` is of something else."""
+    if error.errno not in _MISTAKEN_PATH or not isinstance(error.filename, str | bytes | os.PathLike):
+        return None
+    too_long = error.errno == errno.ENAMETOOLONG
+    why = "this name is longer than a file's may be" if too_long else reason(error)
+    return f"{shown(os.fsdecode(error.filename))}: {why}"

@@ -37,12 +37,15 @@ def append_lines(path: Path, entries: Iterable[dict[str, Any]]) -> None:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Every recorded object in order; a missing file holds none.
 
-    Raises TinyllmRayError naming the line when one before the end is damaged: that is not a crash's doing.
+    Raises TinyllmRayError where it cannot be read, and naming the line when one before the end is damaged: that is not
+    a crash's doing.
     """
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise TinyllmRayError(f"{path} cannot be read: {error.strerror}") from None
     entries = []
     for number, line in enumerate(data.split(b"\n")[:-1], start=1):
         try:

@@ -4,6 +4,7 @@ A trial's fate is data, never an exception, and a figure is either measured or N
 `timestamp` fields are Unix time and only say when something was seen.
 """
 
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -282,10 +283,15 @@ def read_records(path: Path) -> list[TrialRecord]:
     >>> sum(record.fate is Fate.COMPLETE for record in records) > 0
     True
     """
-    records = []
-    for number, entry in enumerate(journal.read_lines(path), start=1):
+    return parse_records(journal.read_lines(path), path)
+
+
+def parse_records(entries: Iterable[Mapping[str, Any]], source: Path) -> list[TrialRecord]:
+    """The records that the lines of `source` hold. Raises TinyllmRayError naming the first line that holds none."""
+    found = []
+    for number, entry in enumerate(entries, start=1):
         try:
-            records.append(TrialRecord.model_validate(entry))
+            found.append(TrialRecord.model_validate(entry))
         except ValidationError as error:
-            raise TinyllmRayError(explain(error, TrialRecord, f"{path}: line {number}")) from None
-    return records
+            raise TinyllmRayError(explain(error, TrialRecord, f"{source}: line {number}")) from None
+    return found

@@ -13,11 +13,16 @@ SUMMARY = "summary.json"
 
 
 def read_summary(out: Path) -> dict[str, Any]:
-    """The summary of the study in `out`, empty where there is none. Raises TinyllmRayError where it is damaged."""
+    """The summary of the study in `out`, empty where there is none.
+
+    Raises TinyllmRayError where it is damaged or cannot be read.
+    """
     try:
         summary = json.loads((out / SUMMARY).read_text())
     except FileNotFoundError:
         return {}
+    except OSError as error:
+        raise TinyllmRayError(f"{out / SUMMARY} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise TinyllmRayError(f"{out / SUMMARY} is damaged: {error}") from None
     if not isinstance(summary, dict):
@@ -29,5 +34,5 @@ def find_summary(out: Path) -> dict[str, Any]:
     """The same for who can do without: empty, too, where it cannot be read."""
     try:
         return read_summary(out)
-    except (OSError, TinyllmRayError):
+    except TinyllmRayError:
         return {}

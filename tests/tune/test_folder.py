@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from tinyllm_ray import journal
-from tinyllm_ray.errors import ConfigError
+from tinyllm_ray.errors import ConfigError, TinyllmRayError
 from tinyllm_ray.tune import claim as claims
 from tinyllm_ray.tune.claim import claim
-from tinyllm_ray.tune.folder import open_folder
+from tinyllm_ray.tune.folder import Definition, open_folder
+from tinyllm_ray.yamlfile import dump_yaml
 
 
 def torn(folder: Path, name: str) -> Path:
@@ -40,6 +41,28 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path: Path, resume: bool
     (tmp_path / "letter.txt").touch()
     with pytest.raises(ConfigError, match="not an empty folder; choose another"):
         open_folder(tmp_path, resume)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"candidate": "c01"}\n', "line 1 holds no record: study: Field required"),
+        (None, "cannot be read: Is a directory"),
+    ],
+)
+def test_records_that_are_none_are_said_on_one_line(tmp_path: Path, line: str | None, said: str) -> None:
+    known = Definition(
+        study="20260101-000000-abcdef", recipe_identity="r", space="s", space_identity="s", budget="1m", recipe={}
+    )
+    (tmp_path / "study.yaml").write_text(dump_yaml(known.model_dump(mode="json")))
+    if line is None:
+        (tmp_path / "trials.jsonl").mkdir()
+    else:
+        (tmp_path / "trials.jsonl").write_text(line)
+    with pytest.raises(TinyllmRayError, match=said) as caught:
+        open_folder(tmp_path, resume=True)
+    assert "\n" not in str(caught.value)
+    claims._HELD.popitem()[1].close()
 
 
 def test_what_killed_writers_left_is_removed_and_nothing_else(tmp_path: Path) -> None:

@@ -179,6 +179,17 @@ def test_a_study_that_an_earlier_program_began_goes_on(tmp_path: Path) -> None:
     assert refusal(out, protocol={"windows": 9}) == "space, with its protocol, is smoke, was another (smoke)"
 
 
+def test_a_recipe_of_another_version_is_refused_by_its_identity(tmp_path: Path) -> None:
+    """It may have settings that are none here."""
+    out = tmp_path / "study"
+    begin(out)
+    values = read_mapping(out / "study.yaml")
+    values["recipe"]["model"]["gone"] = 1
+    values["recipe_identity"] = "f" * 64
+    (out / "study.yaml").write_text(dump_yaml(values))
+    assert re.fullmatch("recipe identity is [0-9a-f]{12}, was ffffffffffff", refusal(out))
+
+
 def test_the_definition_says_what_is_compared(tmp_path: Path) -> None:
     definition = begin(tmp_path / "study", accelerators=("H200",), cache_identity="c" * 64)
     assert definition.source == {"sha256": "a" * 64, "revision": "1" * 40, "dirty": False}

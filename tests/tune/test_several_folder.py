@@ -197,6 +197,13 @@ def test_what_is_of_one_study_names_those_that_lie_there(out: Path, use: Callabl
         use(out)
 
 
+@pytest.mark.parametrize("listed", ["5", "[1]", "{}", "null"])
+def test_a_damaged_list_is_said(out: Path, listed: str) -> None:
+    (out / "presets.yaml").write_text(f"presets: {listed}")
+    with pytest.raises(ConfigError, match=r"presets\.yaml: damaged: it holds no list of presets"):
+        read_study(out)
+
+
 def test_a_damaged_summary_is_said(out: Path) -> None:
     (out / "summary.json").write_text('{"study": "one"}')
     with pytest.raises(ConfigError, match="this is no summary of several studies"):

@@ -1,13 +1,17 @@
 """The study's process keeps listening, whatever the libraries in it do."""
 
+import errno
 import os
 import subprocess
 import sys
 
 import pytest
 
-PROGRAM = """
-import ctypes, os, signal, sys, threading, time
+from tinyllm_ray.tune import study_process, tasks
+from tinyllm_ray.tune.channel import Channel
+
+BEGIN = """
+import ctypes, os, signal, subprocess, sys, threading, time
 from pathlib import Path
 from tinyllm_ray.tune import study_process, tasks
 
@@ -18,8 +22,9 @@ class Line:
 
     def send(self, *said, **values):
         pass
+"""
 
-
+PROGRAM = """
 def heard():
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("SigCgt"))
     return int(line.split()[1], 16) >> (signal.SIGTERM - 1) & 1
@@ -31,17 +36,42 @@ def run(work):
         time.sleep(0.001)
     os.kill(os.getpid(), signal.SIGTERM)
     threading.Event().wait()
+"""
 
-
+END = """
 study_process.attach = Line
 tasks.run = run
 sys.exit(study_process.main())
 """
 
 
+def run(program: str) -> tuple[int, str]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    words = [sys.executable, "-c", BEGIN + program + END]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    return done.returncode, done.stderr
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_a_signal_is_heard_where_a_library_has_put_another_handler_in_its_place() -> None:
     """Ray's, for one, is compiled code's own, prints addresses, and is there from `ray.init` on."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=240)
-    assert (done.returncode, done.stderr) == (3, "ended by SIGTERM before anything was measured\n")
+    assert run(PROGRAM) == (3, "ended by SIGTERM before anything was measured\n")
+
+
+def test_a_path_that_cannot_be_used_is_a_mistake_until_there_is_a_study(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(work: study_process.Work) -> int:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "closed/study")
+
+    monkeypatch.setattr(tasks, "run", refuse)
+    for session, verdict, told in (
+        (None, (2, "closed/study: permission denied"), ""),
+        (object(), (1, "PermissionError: [Errno 13] Permission denied: 'closed/study'"), "Traceback"),
+    ):
+        work = study_process.Work(Channel({}, -1))
+        work.session = session  # type: ignore[assignment]
+        work.thread.start()
+        work.thread.join()
+        assert work.verdict == verdict
+        assert capsys.readouterr().err.startswith(told)

@@ -114,6 +114,8 @@ def _target(options: argparse.Namespace) -> Path | None:
         raise ConfigError(f"--bundle: {path} is there already; remove it, or name another")
     if not path.parent.is_dir():
         raise ConfigError(f"--bundle: {path.parent} is no folder; make it, or name another")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"--bundle: {path.parent} cannot be written; name another with --bundle")
     return path
 
 

@@ -23,7 +23,7 @@ from tinyllm_ray.config import Config
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.measure.environment import source_identity
 from tinyllm_ray.paths import is_there
-from tinyllm_ray.records import TrialRecord
+from tinyllm_ray.records import TrialRecord, parse_records
 from tinyllm_ray.search.fitting import DeviceKind, FittedSpace, fit_space
 from tinyllm_ray.search.installed import lacking
 from tinyllm_ray.tune.budget import sessions_so_far
@@ -78,7 +78,9 @@ class Earlier(BaseModel):
 
 
 def open_folder(out: Path, resume: bool) -> Earlier | None:
-    """What is there to go on from, None for a study that begins. Nothing is written. Raises ConfigError.
+    """What is there to go on from, None for a study that begins. Nothing is written.
+
+    Raises ConfigError, and TinyllmRayError where the records are damaged.
 
     With `resume` a study begins where there is none yet: one command for a job that comes back. A study that is gone
     on with is this process's from here to its end: no other session may run beside it.
@@ -97,7 +99,7 @@ def open_folder(out: Path, resume: bool) -> Earlier | None:
     except ValidationError as error:
         raise ConfigError(f"{definition}: damaged: {error.errors()[0]['msg']}") from None
     await_earlier_helper(known.study)
-    records = [TrialRecord.model_validate(entry) for entry in all_records(known.study, out)]
+    records = parse_records(all_records(known.study, out), out / TRIALS)
     return Earlier(definition=known, records=records, sessions=sessions_so_far(out))
 
 

@@ -1,9 +1,12 @@
 """Whether a resumption asks for the study that is there, and every difference where it does not."""
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from tinyllm_ray.config import Config, identity
 from tinyllm_ray.errors import ConfigError
@@ -50,8 +53,10 @@ def refuse_other_study(known: Mapping[str, Any], asked: Mapping[str, Any], out: 
 def _recipe(known: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
     if known["recipe_identity"] == asked["recipe_identity"]:
         return []
-    # Where a cache lies and where a run is cut are no part of the recipe, which is what is to be equal.
-    found = list(_differences(_recipe_of(known["recipe"]), _recipe_of(asked["recipe"])))
+    found: list[str] = []
+    with contextlib.suppress(ValidationError):  # another version's recipe, with settings that are none any more
+        # Where a cache lies and where a run is cut are no part of the recipe, which is what is to be equal.
+        found = list(_differences(_recipe_of(known["recipe"]), _recipe_of(asked["recipe"])))
     return found or [_is_was("recipe identity", asked["recipe_identity"][:_DIGITS], known["recipe_identity"][:_DIGITS])]
 
 

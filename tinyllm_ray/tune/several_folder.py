@@ -113,8 +113,11 @@ def read_whole(out: Path) -> dict[str, Any]:
 
 
 def begun_studies(out: Path) -> list[Path]:
-    """Folders of the studies that have begun."""
-    folders = study_folders(out, read_mapping(out / PRESETS).get("presets") or ())
+    """Folders of the studies that have begun. Raises ConfigError where the file that lists them is damaged."""
+    presets = read_mapping(out / PRESETS).get("presets")
+    if not isinstance(presets, list) or not all(isinstance(one, str) for one in presets):
+        raise ConfigError(f"{out / PRESETS}: damaged: it holds no list of presets")
+    folders = study_folders(out, presets)
     return [folder for folder in folders if (folder / DEFINITION).exists()]
 
 

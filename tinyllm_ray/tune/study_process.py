@@ -12,8 +12,8 @@ import threading
 import traceback
 from typing import TYPE_CHECKING, NoReturn
 
-from tinyllm_ray.command import note
-from tinyllm_ray.errors import EXIT_BUG, EXIT_NO_RESULT, TinyllmRayError
+from tinyllm_ray.command import mistaken_path, note
+from tinyllm_ray.errors import EXIT_BUG, EXIT_NO_RESULT, EXIT_USER, TinyllmRayError
 from tinyllm_ray.tune.channel import Channel, attach
 from tinyllm_ray.tune.processes import STUDY_VARIABLE, end_processes
 from tinyllm_ray.tune.supervisor import process_age_seconds
@@ -47,9 +47,13 @@ class Work:
             status, message = error.exit_status, str(error)
         except BrokenPipeError:  # the supervisor is gone, and all ends with it
             pass
-        except Exception as error:  # our own fault: the traceback is for us, the verdict for the supervisor
-            message = f"{type(error).__name__}: {error}"
-            note(traceback.format_exc().rstrip("\n"), sys.stderr)
+        except Exception as error:
+            mistake = mistaken_path(error) if isinstance(error, OSError) and self.session is None else None
+            if mistake is not None:
+                status, message = EXIT_USER, mistake
+            else:  # our own fault: the traceback is for us, the verdict for the supervisor
+                message = f"{type(error).__name__}: {error}"
+                note(traceback.format_exc().rstrip("\n"), sys.stderr)
         self.verdict = status, message
 
 

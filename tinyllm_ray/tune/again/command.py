@@ -92,11 +92,14 @@ def rerun_command(arguments: list[str]) -> int:
 def validate_command(arguments: list[str]) -> int:
     """Run `validate` with the arguments after its name; returns the exit status."""
     options = validate_parser().parse_args(arguments)
-    selected = _configuration(options.selected)
-    out = options.out or _validation_folder(selected)
     age = process_age_seconds()
-    asked = options.budget, out, options.address, options.by_device
-    return exit_status(lambda: _validate(selected, *asked, age).exit_status)
+
+    def run() -> int:
+        selected = _configuration(options.selected)
+        out = options.out or _validation_folder(selected)
+        return _validate(selected, options.budget, out, options.address, options.by_device, age).exit_status
+
+    return exit_status(run)
 
 
 @dataclass(frozen=True)

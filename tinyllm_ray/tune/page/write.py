@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tinyllm_ray import journal
-from tinyllm_ray.errors import ConfigError, TinyllmRayError
+from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.records import TrialRecord, read_records
 from tinyllm_ray.summary import SUMMARY, read_summary
 from tinyllm_ray.tune.folder import DEFINITION, TRIALS
@@ -44,10 +44,7 @@ def read_study(out: Path) -> tuple[list[TrialRecord], dict[str, Any]]:
     if not any((out / name).is_file() for name in (DEFINITION, TRIALS, SUMMARY)):
         raise ConfigError(f"{out}: there is no study here (neither {DEFINITION} nor {TRIALS} nor {SUMMARY})")
     summary = read_summary(out)
-    try:
-        return read_records(out / TRIALS), summary
-    except ValueError as error:
-        raise TinyllmRayError(f"{out / TRIALS}: {str(error).splitlines()[0]}") from None
+    return read_records(out / TRIALS), summary
 
 
 def study_page(page: StudyPage) -> str:
