@@ -38,6 +38,15 @@ def run(work):
     threading.Event().wait()
 """
 
+WARNED = """
+def run(work):
+    for number in (signal.SIGUSR1, signal.SIGHUP):
+        os.kill(os.getpid(), number)
+        command = "import os; os.kill(os.getpid(), " + str(int(number)) + ")"
+        subprocess.run([sys.executable, "-c", command], check=True)
+    return 0
+"""
+
 END = """
 study_process.attach = Line
 tasks.run = run
@@ -56,6 +65,11 @@ def run(program: str) -> tuple[int, str]:
 def test_a_signal_is_heard_where_a_library_has_put_another_handler_in_its_place() -> None:
     """Ray's, for one, is compiled code's own, prints addresses, and is there from `ray.init` on."""
     assert run(PROGRAM) == (3, "ended by SIGTERM before anything was measured\n")
+
+
+def test_what_slurm_sends_to_every_process_before_the_limit_is_the_supervisors_to_answer() -> None:
+    """Where the command runs in a step, `--signal=USR1@60` is for all that is in it: Ray's processes and candidates."""
+    assert run(WARNED) == (0, "")
 
 
 def test_a_path_that_cannot_be_used_is_a_mistake_until_there_is_a_study(

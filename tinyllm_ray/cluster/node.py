@@ -81,7 +81,8 @@ def main(arguments: list[str]) -> int:
     node = Node(**json.loads(arguments[0]))
     told: list[float] = []
     signal.signal(signal.SIGTERM, lambda *_: told.append(time.monotonic()))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):  # Ray's processes inherit this
+        signal.signal(number, signal.SIG_IGN)
     adopt_orphans()
     try:
         make_room()

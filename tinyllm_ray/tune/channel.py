@@ -32,7 +32,7 @@ CHANNEL_VARIABLE = "TINYLLM_RAY_CHANNEL"
 
 _NUMBER_BYTES = 8
 
-HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Held back from the child until it attaches: it has no handlers before that, and would leave a traceback."""
 
 

@@ -22,6 +22,12 @@ from tinyllm_ray.tune.terminal import show_cursor
 STUDY_VARIABLE = "TINYLLM_RAY_STUDY"
 """Environment variable that every process of a study inherits; its value is the supervisor's run, used once."""
 
+JOB_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""What Slurm sends to every process of a job's step: at its end, and before it (`--signal=USR1@60`)."""
+
+DROP_SECONDS = 0.2
+"""For a killed helper to be gone."""
+
 _PROC = Path("/proc")
 
 
@@ -129,29 +135,32 @@ def start_helper(duty: Callable[..., None], *arguments: str, stderr: int | None 
     """Run a function of this package (standard library only) in a bare interpreter of its own.
 
     Its stdin ends when the caller closes it or dies. Nothing else that happens to the caller or the study reaches it:
-    it has a session of its own and no marker, and lets SIGTERM pass, which Slurm sends to every process of a job.
+    it has a session of its own and no marker, and lets pass what Slurm sends to every process of a job.
     """
-    code = "import importlib, signal, sys; sys.path.append(sys.argv[1])\n"
-    code += "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    code = "import importlib, sys; sys.path.append(sys.argv[1])\n"
     code += "getattr(importlib.import_module(sys.argv[2]), sys.argv[3])(*sys.argv[4:])"
     root = str(Path(__file__).parents[2])
-    return subprocess.Popen(
-        # -S -s -P: no site, no user site, no working folder.
-        [sys.executable, "-S", "-s", "-P", "-c", code, root, duty.__module__, duty.__name__, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=stderr,
-        env={name: value for name, value in os.environ.items() if name != STUDY_VARIABLE},
-        start_new_session=True,
-        cwd="/",
-    )
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)  # which the helper inherits, from its first moment on
+    try:
+        return subprocess.Popen(
+            # -S -s -P: no site, no user site, no working folder.
+            [sys.executable, "-S", "-s", "-P", "-c", code, root, duty.__module__, duty.__name__, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            env={name: value for name, value in os.environ.items() if name != STUDY_VARIABLE},
+            start_new_session=True,
+            cwd="/",
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def drop_helper(helper: "subprocess.Popen[bytes]") -> None:
-    """End a helper, whatever it is doing; one that waits for a dead file system ends with that."""
+def drop_helper(helper: "subprocess.Popen[bytes]", seconds: float = DROP_SECONDS) -> None:
+    """End a helper, whatever it is doing; one that waits for a dead file system ends with that, some time."""
     helper.kill()
     for pipe in (helper.stdin, helper.stderr):
         if pipe is not None:
             pipe.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        helper.wait(timeout=0.2)
+        helper.wait(timeout=seconds)

@@ -60,6 +60,8 @@ class Work:
 def main() -> int:
     """Run the study asked for; the exit status is also the verdict sent."""
     received: list[int] = []
+    for number in (signal.SIGUSR1, signal.SIGHUP):  # the supervisor's to answer; Ray and the candidates inherit this
+        signal.signal(number, signal.SIG_IGN)
     _listen(received)
     channel = attach()
     work = Work(channel)
