@@ -177,6 +177,27 @@ def test_a_helper_that_was_killed_is_started_again(out: Path, moment: str) -> No
     assert list(private_folder().iterdir()) == []
 
 
+def test_a_helper_lets_pass_what_slurm_sends_to_every_process(out: Path) -> None:
+    records = begin(out, "first")
+    helper = records._helper
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        os.kill(helper.pid, number)
+    records.append([{"number": 1}])
+    assert records.finish(1e9, never) is None
+    assert (records._helper, helper.returncode) == (helper, 0)
+
+
+def test_a_session_that_closes_before_others_is_charged_to_that_moment(out: Path) -> None:
+    """One of several studies in turn: what the others take is not its own."""
+    records = begin(out, "first")
+    records.append([{"number": 1}])
+    records.close()
+    assert records._helper.wait() == 0
+    charged = (out / "sessions" / "first.json").read_bytes()
+    assert records.finish(1e9, never) is None
+    assert (out / "sessions" / "first.json").read_bytes() == charged
+
+
 def test_what_a_killed_helper_left_unfinished_is_removed(out: Path) -> None:
     (out / "sessions").mkdir()
     left = out / "sessions" / ".first.json.0123456789abcdef.tmp"

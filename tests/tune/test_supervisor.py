@@ -441,6 +441,36 @@ def test_an_out_folder_that_hangs(out: Path, node_local: Path, capfd: pytest.Cap
     assert str(outcome.journal) in said
 
 
+def test_a_cut_study_without_a_standard_error_ends_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    outcome = run(HANG, budget=0.1)
+    assert (outcome.exit_status, outcome.cut) == (3, True)
+
+
+def test_out_folders_that_hang_are_waited_for_together(
+    out: Path, node_local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dozen studies that share a budget: a little time for each would be too much for all."""
+    patience = []
+
+    class Watched(MirroredJournal):
+        def finish(self, seconds: float, hurry: Callable[[], bool]) -> str | None:
+            patience.append(seconds)
+            return super().finish(seconds, hurry)
+
+    monkeypatch.setattr(supervisor, "MirroredJournal", Watched)
+    body = """
+    for number, study in enumerate(("first", "second", "third")):
+        os.mkdir(out + "/" + study)
+        os.mkfifo(out + "/" + study + "/trials.jsonl")
+        channel.send("out", study=study, path=out + "/" + study)
+        record(number)
+    """
+    outcome = run(textwrap.dedent(body) + HANG, budget=0.1, out=str(out), presets=["first", "second", "third"])
+    assert (outcome.mirrored, outcome.cut) == (False, True)
+    assert patience[1:3] == [0.0, 0.0], "the first had all there was"
+
+
 def test_an_out_folder_that_is_gone(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
     outcome = run("begin(); os.rmdir(out); record(1)", out=str(out))
     assert (outcome.exit_status, outcome.mirrored) == (0, False)

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 from tinyllm_ray import journal
 from tinyllm_ray.errors import ConfigError, TinyllmRayError
-from tinyllm_ray.tune.processes import drop_helper, start_helper
+from tinyllm_ray.tune.processes import DROP_SECONDS, drop_helper, start_helper
 from tinyllm_ray.tune.sessions import SESSIONS, SIGN_OF_LIFE_SECONDS, write_session
 
 JOURNAL_NAME = "trials.jsonl"
@@ -79,7 +79,7 @@ class MirroredJournal:
         while (status := self._helper.poll()) is None and time.monotonic() < until and not hurry():
             time.sleep(0.01)
         problem = "its file system does not answer" if status is None else self._helper.stderr.read().decode().strip()
-        drop_helper(self._helper)
+        drop_helper(self._helper, min(DROP_SECONDS, seconds))
         self._live.close()
         return None if status == 0 else problem or f"the process that copies was ended ({status})"
 
@@ -101,8 +101,8 @@ class MirroredJournal:
         self._helper = start_helper(mirror, *arguments, stderr=subprocess.PIPE)
 
     def _was_killed(self) -> bool:
-        """By whoever; one that ends by itself has been told to."""
-        return self._helper.poll() is not None
+        """By whoever; one that ends by itself has been told to, and at 0 has nothing left to do."""
+        return self._helper.poll() not in (None, 0)
 
 
 def await_earlier_helper(study: str, patience_seconds: float = 10.0) -> None:

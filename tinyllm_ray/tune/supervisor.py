@@ -149,9 +149,7 @@ def supervise(
         while (messages := lines.read(0)) is not None and deadline.remaining() > -LATE_SECONDS:
             _receive(study, lines, messages)
         lines.close()
-        behind = [journal for journal in study.journals if not _finish(journal, study.signals, deadline)]
-        if study.whole is not None:
-            study.whole.finish(_patience_seconds(deadline), hurry=lambda: len(study.signals) > 1)
+        behind = _finish(study, deadline)
     lagging, last = next(iter(behind), None), next(reversed(study.journals), None)
     records = lagging.path if lagging else last.target if last else None
     return Outcome(
@@ -229,17 +227,20 @@ def _keep(study: _Study, lines: Lines, records: dict[int, dict[str, Any]]) -> No
         lines.acknowledge(max(records))
 
 
-def _finish(records: MirroredJournal, signals: list[int], deadline: Deadline) -> bool:
-    problem = records.finish(_patience_seconds(deadline), hurry=lambda: len(signals) > 1)
-    if problem is not None:
-        _say(f"{records.target} lags behind: {problem}")
-        _say(f"every record is in {records.path}; --resume on this machine takes them over")
-    return problem is None
-
-
-def _patience_seconds(deadline: Deadline) -> float:
-    """For the last lines to arrive in OUT."""
-    return min(DONE_SECONDS, max(0.1, deadline.remaining() + LATE_SECONDS))
+def _finish(study: _Study, deadline: Deadline) -> list[MirroredJournal]:
+    """Let the last lines arrive in OUT, those of all studies at once; the journals that lag behind."""
+    until = time.monotonic() + min(DONE_SECONDS, max(0.1, deadline.remaining() + LATE_SECONDS))
+    journals = [*study.journals, *([study.whole] if study.whole else [])]
+    for records in journals:
+        records.close()
+    behind = []
+    for records in journals:
+        problem = records.finish(max(0.0, until - time.monotonic()), hurry=lambda: len(study.signals) > 1)
+        if problem is not None and records is not study.whole:
+            _say(f"{records.target} lags behind: {problem}")
+            _say(f"every record is in {records.path}; --resume on this machine takes them over")
+            behind.append(records)
+    return behind
 
 
 def _exit_status(study: _Study, code: int | None, records: Path | None) -> int:
@@ -292,7 +293,7 @@ def _collected_signals(received: list[int]) -> Iterator[None]:
 
 def _say(line: str) -> None:
     """Unless nobody takes it: a terminal held by Ctrl-S, a full pipe to a pager that waits."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, AttributeError):  # `2>&-` leaves no standard error
         if not select.select([], [sys.stderr.fileno()], [], _SAY_SECONDS)[1]:
             return
     with contextlib.suppress(OSError):  # a log on a disk that is full
