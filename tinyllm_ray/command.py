@@ -24,10 +24,15 @@ _EMPTY = "'' is no value, and what a variable of the shell gives that is not set
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without the usage before an error, and with help that fits the terminal."""
+    """argparse without the usage before an error, and with help that fits the terminal.
+
+    An option goes by its whole name alone: a job's launcher and the line that says how to go on look for it.
+    """
 
     def __init__(self, prog: str, description: str, epilog: str) -> None:
-        super().__init__(prog=prog, description=description, epilog=epilog, formatter_class=HelpFormatter)
+        super().__init__(
+            prog=prog, description=description, epilog=epilog, formatter_class=HelpFormatter, allow_abbrev=False
+        )
         # What begins with a minus and a digit is a value, so that `--budget -5m` is answered for what it is.
         self._negative_number_matcher = re.compile(r"-\d")
         self.register("type", Path, _named)

@@ -73,5 +73,13 @@ def test_the_command_is_the_one_that_was_given_and_what_it_lacks(arguments: list
     assert line == f"go on, with 2m05s left of the budget: python -m tinyllm_ray.tune {words}"
 
 
+def test_an_option_goes_by_its_whole_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """A job that comes back looks for --out, and would go on in another folder than `--ou` named."""
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--budget", "1h", "--ou", "x"])
+    assert ended.value.code == 2
+    assert "unrecognized arguments: --ou x" in capsys.readouterr().err
+
+
 def test_nothing_is_said_where_nothing_is_left() -> None:
     assert going_on(["--budget", "1h"], Path("x"), 143, 0.0) is None
