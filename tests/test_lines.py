@@ -59,4 +59,5 @@ sys.exit(exit_status(refuse))
 
 def test_a_path_of_somebody_elses_is_one_line_and_status_2() -> None:
     done = subprocess.run([sys.executable, "-c", CLOSED], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (2, "error: others/run: permission denied\n")
+    why = "permission denied; choose another, or have it opened to you"
+    assert (done.returncode, done.stderr) == (2, f"error: others/run: {why}\n")

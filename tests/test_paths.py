@@ -144,7 +144,7 @@ def test_a_path_that_is_closed_to_the_user_is_one_line(capsys: pytest.CaptureFix
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "runs/theirs/checkpoints")
 
     assert exit_status(refused) == 2
-    assert capsys.readouterr().err.startswith("error: runs/theirs/checkpoints: may not be read or written by you; ")
+    assert capsys.readouterr().err.startswith("error: runs/theirs/checkpoints: permission denied; choose another")
 
 
 def test_other_errors_of_the_system_are_faults_of_the_program() -> None:

@@ -138,6 +138,7 @@ def mistaken_path(error: OSError) -> str | None:
     """A path that cannot be used as it was given, and why, on one line; None where `error` is of something else."""
     if error.errno not in _MISTAKEN_PATH or not isinstance(error.filename, str | bytes | os.PathLike):
         return None
-    too_long = error.errno == errno.ENAMETOOLONG
-    why = "this name is longer than a file's may be" if too_long else reason(error)
-    return f"{shown(os.fsdecode(error.filename))}: {why}"
+    why = "this name is longer than a file's may be" if error.errno == errno.ENAMETOOLONG else reason(error)
+    closed = error.errno in (errno.EACCES, errno.EPERM)
+    remedy = "; choose another, or have it opened to you" if closed else ""
+    return f"{shown(os.fsdecode(error.filename))}: {why}{remedy}"

@@ -128,7 +128,8 @@ def test_a_configuration_that_cannot_be_looked_at_is_one_line_and_status_2(
 
     monkeypatch.setattr(Path, "is_dir", refuse)
     assert main(["validate", "others/selected.yaml"]) == 2
-    assert capsys.readouterr().err == "error: others/selected.yaml: permission denied\n"
+    why = "permission denied; choose another, or have it opened to you"
+    assert capsys.readouterr().err == f"error: others/selected.yaml: {why}\n"
 
 
 def test_a_python_caller_has_both_figures_and_their_difference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

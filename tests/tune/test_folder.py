@@ -46,7 +46,7 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path: Path, resume: bool
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"candidate": "c01"}\n', "line 1 holds no record: study: Field required"),
+        ('{"candidate": "c01"}\n', r"trials\.jsonl: line 1: "),
         (None, "cannot be read: Is a directory"),
     ],
 )

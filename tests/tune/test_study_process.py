@@ -80,7 +80,7 @@ def test_a_path_that_cannot_be_used_is_a_mistake_until_there_is_a_study(
 
     monkeypatch.setattr(tasks, "run", refuse)
     for session, verdict, told in (
-        (None, (2, "closed/study: permission denied"), ""),
+        (None, (2, "closed/study: permission denied; choose another, or have it opened to you"), ""),
         (object(), (1, "PermissionError: [Errno 13] Permission denied: 'closed/study'"), "Traceback"),
     ):
         work = study_process.Work(Channel({}, -1))
