@@ -1,5 +1,6 @@
 """The tuner's command line, up to where the supervisor takes over."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,25 @@ def test_what_a_slow_folder_took_to_tell_the_rest_is_charged(tmp_path: Path, mon
     monkeypatch.setattr(command, "process_age_seconds", lambda: ages[-1])
     supervised = Supervised(monkeypatch, tmp_path)
     assert command.main([*HOUR, "--out", str(tmp_path), "--resume"]) == 0
-    assert supervised.request["age_seconds"] == 12.0
+    assert supervised.request["age_seconds"] == pytest.approx(12.0, abs=1)
     assert supervised.seconds_left == pytest.approx(3600 - 600 - 12, abs=1)
+
+
+def test_all_that_passes_before_the_supervisor_starts_is_charged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def preempted(seconds: float, environment: object) -> float:
+        until = time.monotonic() + 0.05
+        while time.monotonic() < until:
+            pass
+        return seconds
+
+    monkeypatch.setattr(command, "seconds_within_allocation", preempted)
+    monkeypatch.setattr(command, "process_age_seconds", lambda: 12.0)
+    supervised = Supervised(monkeypatch, tmp_path)
+    assert command.main([*HOUR, "--out", str(tmp_path)]) == 0
+    assert supervised.request["age_seconds"] >= 12.05
+    assert supervised.seconds_left <= 3600 - supervised.request["age_seconds"]
 
 
 def test_resuming_wants_the_study_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,11 +59,12 @@ def _supervise(options: argparse.Namespace, arguments: list[str]) -> int:
     if options.resume and options.out is None:
         raise ConfigError("--resume: which study? name its folder with --out")
     left = seconds_left(budget, options.out, resume=True) if options.resume else budget
-    age = process_age_seconds()  # with what a slow folder took to say it
-    request = _request(options, budget, age)
+    began = time.monotonic() - process_age_seconds()  # with what a slow folder took to say it
+    request = _request(options, budget)
     out = Path(str(request["out"]))
-    whole = Deadline.after(left - age)
-    deadline = Deadline.after(seconds_within_allocation(whole.remaining(), os.environ))
+    whole = Deadline(began + left)
+    deadline = Deadline(min(whole.at, Deadline.after(seconds_within_allocation(left, os.environ)).at))
+    request["age_seconds"] = time.monotonic() - began  # last: on busy cores tenths of a second pass anywhere
     outcome = supervise(STUDY_COMMAND, request=request, deadline=deadline)
     if outcome.mirrored:  # the folder is this study's, and its file system answers
         for folder in study_folders(out, preset_list(options.presets)):
@@ -73,7 +74,7 @@ def _supervise(options: argparse.Namespace, arguments: list[str]) -> int:
     return outcome.exit_status
 
 
-def _request(options: argparse.Namespace, budget: float, age: float) -> dict[str, object]:
+def _request(options: argparse.Namespace, budget: float) -> dict[str, object]:
     protocol = {
         key: value
         for key in ("data_mode", "warmup_updates", "windows", "updates_per_window")
@@ -82,7 +83,6 @@ def _request(options: argparse.Namespace, budget: float, age: float) -> dict[str
     return {
         "budget": options.budget,
         "total_seconds": budget,
-        "age_seconds": age,
         "recipe": options.preset or options.config,
         "overrides": options.set,
         "space": options.space,

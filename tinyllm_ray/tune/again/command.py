@@ -85,19 +85,20 @@ def validate_parser() -> Parser:
 def rerun_command(arguments: list[str]) -> int:
     """Run `rerun` with the arguments after its name; returns the exit status."""
     options = rerun_parser().parse_args(arguments)
-    age = process_age_seconds()
-    return exit_status(lambda: _rerun(options.out, options.candidate, options.budget, options.address, age).exit_status)
+    began = time.monotonic() - process_age_seconds()
+    asked = options.out, options.candidate, options.budget, options.address
+    return exit_status(lambda: _rerun(*asked, began).exit_status)
 
 
 def validate_command(arguments: list[str]) -> int:
     """Run `validate` with the arguments after its name; returns the exit status."""
     options = validate_parser().parse_args(arguments)
-    age = process_age_seconds()
+    began = time.monotonic() - process_age_seconds()
 
     def run() -> int:
         selected = _configuration(options.selected)
         out = options.out or _validation_folder(selected)
-        return _validate(selected, options.budget, out, options.address, options.by_device, age).exit_status
+        return _validate(selected, options.budget, out, options.address, options.by_device, began).exit_status
 
     return exit_status(run)
 
@@ -149,7 +150,7 @@ def rerun(out: str | Path, candidate: str, *, budget: str = RERUN_BUDGET, addres
 
     folder = Path(out)
     known = read_records(folder / TRIALS)
-    outcome = _rerun(folder, candidate, budget, address, 0.0)
+    outcome = _rerun(folder, candidate, budget, address, time.monotonic())
     records = read_records(folder / TRIALS)
     if len(records) == len(known):
         raise _error(outcome)
@@ -180,7 +181,7 @@ def validate(
     """
     path = _configuration(Path(selected))
     folder = Path(out) if out is not None else _validation_folder(path)
-    outcome = _validate(path, budget, folder, address, by_device, 0.0)
+    outcome = _validate(path, budget, folder, address, by_device, time.monotonic())
     answer = folder / "validation.json"
     if outcome.exit_status not in (0, EXIT_NO_RESULT) or not answer.is_file():
         raise _error(outcome)
@@ -205,30 +206,31 @@ def _validation_folder(selected: Path) -> Path:
     return selected.parent / "validations" / time.strftime("%Y%m%d-%H%M%S")
 
 
-def _rerun(out: Path, candidate: str, budget: str, address: str | None, age: float) -> Outcome:
-    outcome, deadline = _supervise("rerun", budget, address, age, {"out": str(out), "candidate": candidate})
+def _rerun(out: Path, candidate: str, budget: str, address: str | None, began: float) -> Outcome:
+    outcome, deadline = _supervise("rerun", budget, address, began, {"out": str(out), "candidate": candidate})
     if outcome.mirrored:  # the folder is this study's, and its file system answers
         bring_up_to_date(out, deadline)
     return outcome
 
 
 def _validate(
-    selected: Path, budget: str, out: Path, address: str | None, by_device: str | None, age: float
+    selected: Path, budget: str, out: Path, address: str | None, by_device: str | None, began: float
 ) -> Outcome:
     asked = {"out": str(out), "selected": str(selected), "by_device": by_device}
-    return _supervise("validate", budget, address, age, asked)[0]
+    return _supervise("validate", budget, address, began, asked)[0]
 
 
 def _supervise(
-    task: str, budget: str, address: str | None, age: float, asked: Mapping[str, str | None]
+    task: str, budget: str, address: str | None, began: float, asked: Mapping[str, str | None]
 ) -> tuple[Outcome, Deadline]:
+    """`began` is on time.monotonic; the budget counts from there."""
     seconds = parse_duration(budget, "--budget")
-    deadline = Deadline.after(seconds_within_allocation(seconds - age, os.environ))
+    deadline = Deadline(min(began + seconds, Deadline.after(seconds_within_allocation(seconds, os.environ)).at))
     request = {
         "task": task,
         "budget": budget,
         "total_seconds": seconds,
-        "age_seconds": age,
+        "age_seconds": time.monotonic() - began,
         "address": address or os.environ.get("RAY_ADDRESS") or None,
         **asked,
     }
