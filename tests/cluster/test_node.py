@@ -164,7 +164,6 @@ def test_a_raylet_that_ends_at_once_is_started_again_and_in_the_end_said(
     said = json.loads(step.stdout.readline())
     if said["event"] == "ready":  # Slurm's warning goes to every process of a step: --signal=USR1@60
         step.send_signal(signal.SIGUSR1)
-        step.send_signal(signal.SIGHUP)
     step.communicate()
     assert len((tmp_path / "starts").read_text()) == starts
     assert (said["event"], step.returncode) == (("ready", 0) if ending == 1 else ("failed", 1))

@@ -81,7 +81,8 @@ def main(arguments: list[str]) -> int:
     node = Node(**json.loads(arguments[0]))
     told: list[float] = []
     signal.signal(signal.SIGTERM, lambda *_: told.append(time.monotonic()))
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):  # Ray's processes inherit this
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        # Ray's processes inherit this. Not SIGHUP, by which the kernel ends what was stopped and lost its parent.
         signal.signal(number, signal.SIG_IGN)
     adopt_orphans()
     try:
