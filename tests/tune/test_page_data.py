@@ -280,6 +280,7 @@ def test_tokens_per_joule_stand_in_the_tables_for_other_programs_and_on_the_page
         (text.seconds, 9.96, "10 s"),
         (text.seconds, 270.0, "4.5 min"),
         (text.seconds, 200_000.0, "2.31 days"),
+        (text.seconds, 127_900_000.0, "1,480 days"),
         (text.ratio, 1.3449, "1.34\N{MULTIPLICATION SIGN}"),
         (text.ratio, None, "—"),
         (text.tokens, 10**10, "10 B"),

@@ -14,15 +14,20 @@ def rate(value: float | None) -> str:
     for limit, unit in ((1e9, " G"), (1e6, " M"), (1e5, " k")):
         if value >= limit * 0.9995:
             scaled = value / limit if limit != 1e5 else value / 1e3
-            return f"{scaled:,.3g}{unit}"
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+            return f"{_figure(scaled)}{unit}"
+    return _figure(value)
+
+
+def _figure(value: float) -> str:
+    """Three digits that count, and never a power of ten: 9.87, 98.7, 987, 9,870."""
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
 
 
 def tokens(value: float) -> str:
     """A number of tokens: 10 M, 1.4 B, 20 T."""
     for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if value >= limit * 0.9995:
-            return f"{value / limit:,.3g} {unit}"
+            return f"{_figure(value / limit)} {unit}"
     return f"{value:,.0f}"
 
 
@@ -32,7 +37,7 @@ def seconds(value: float | None) -> str:
         return "—"
     for limit, divisor, unit in ((172800, 86400, "days"), (5400, 3600, "h"), (120, 60, "min")):
         if value >= limit:
-            return f"{value / divisor:,.3g} {unit}"
+            return f"{_figure(value / divisor)} {unit}"
     if value >= 9.95:
         return f"{value:.0f} s"
     return f"{value:.2g} s" if value >= 0.01 or not value else "<0.01 s"
