@@ -6,11 +6,11 @@ import pytest
 from study_replay import fitted, record, replay
 
 from tinyllm_ray.protocol import Protocol
-from tinyllm_ray.search.answers import Finished
+from tinyllm_ray.search.answers import Finished, Trial
 from tinyllm_ray.search.candidate import make_candidate
 from tinyllm_ray.search.cost import CostModel
 from tinyllm_ray.search.objective import Objective
-from tinyllm_ray.search.paired import PairedVerifier
+from tinyllm_ray.search.paired import PairedVerifier, Rounds
 from tinyllm_ray.search.priors import Priors
 from tinyllm_ray.search.study import Study
 from tinyllm_ray.search.verdict import Selection
@@ -96,3 +96,27 @@ def test_time_is_kept_for_the_fastest_where_the_search_chooses_what_starts_soone
     wanted = verifier.seconds(study._cost, fastest.execution, soon.execution)
     assert wanted > MARGIN * verifier.seconds(study._cost, soon.execution, soon.execution)
     assert study._reserve(soon.execution) >= wanted
+
+
+def test_the_search_keeps_the_time_of_pairs_with_what_ties_with_the_baseline() -> None:
+    """A baseline that wins a wide tie for its start is verified beside the fastest of it, as any choice would be."""
+    quick, slow = {"start": 0.5, "compile": 0.5, "total": 1.5}, {"start": 0.5, "compile": 3.0, "total": 9.0}
+    soon = record(make_candidate(1, SPACE.settle({"update": "eager"})), rates=(1.0e6, 0.9e6, 1.1e6), seconds=quick)
+    fast = record(make_candidate(2, SPACE.settle({"update": "compiled"})), rates=(1.08e6, 0.98e6, 1.18e6), seconds=slow)
+    fit = replace(SPACE, baseline=soon.execution, protocol=Protocol(windows=3, updates_per_window=10))
+    verifier = PairedVerifier(fit.protocol, 1e9)
+
+    def asked(seconds: float) -> Study:
+        study = Study(fit, records=(soon, fast), verifier=verifier, priors=Priors("cuda"))
+        chosen = study.selection()
+        assert chosen is not None
+        assert chosen.record.candidate == soon.candidate
+        answer = study.ask(seconds)
+        assert isinstance(answer, Trial)
+        return study
+
+    enough = asked(1e9)._reserve(fast.execution)
+    assert asked(1e9).verification is None, "with time for both the search goes on"
+    begun = asked(enough).verification
+    assert isinstance(begun, Rounds)
+    assert begun.verification.finalists == [fast.execution_identity]

@@ -36,6 +36,11 @@ class Objective:
         """Of all planned trainings."""
         return self.tokens * self.runs
 
+    @property
+    def gain_in_words(self) -> str:
+        """What a candidate has to be expected to do to be measured, after `to`."""
+        return "be faster" if self.kind == "throughput" else "save more than it takes to measure"
+
     def fixed_seconds(self, starts: Starts) -> float:
         """What all trainings spend beside their updates: compilation cold once, then starts that find it cached."""
         each = starts.start + starts.warm + self.evaluation_seconds

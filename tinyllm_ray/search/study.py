@@ -191,38 +191,44 @@ class Study:
             return Finished(f"none of {len(self._results)} candidates ran", budget_exhausted=False)
         running = [trial.candidate.execution for trial in self._running.values()]
         outlook = Outlook(self.space, self.objective, self._cost, self._priors, running, self._lapsed)
-        open_ = self._open(outlook)
-        if not open_:
+        if not (open_ := self._open(outlook)):
             return self._finished("space exhausted")
         found = outlook.prospects(open_, self.verifier)
         paying = [prospect for prospect in found if prospect.pays(self.objective)]
-        choice = self._choice()
-        # While there is nothing to verify, a choice that cannot be verified is better than none.
-        hopes = (True, False) if choice and choice.record.execution == self.space.baseline else (True,)
+        hopes = (True, False) if self._nothing_to_verify() else (True,)
         for verified, prospect in itertools.product(hopes, paying):
             if self._admission.fits(prospect.execution, prospect.prediction, verified):
                 return self._start(prospect.execution, "search", prospect.prediction, device)
         for prospect in paying[:_FEW]:
             self._admission.left_out[prospect.identity] = prospect.execution, prospect.prediction
-        if self.objective.kind == "throughput":
-            return self._finished("nothing left is expected to be faster")
-        return self._finished("nothing left is expected to save more than it takes to measure")
+        return self._finished(f"nothing left is expected to {self.objective.gain_in_words}")
 
     def _ask_verification(self, end: Finished) -> Trial | Finished:
         """Finalists and baseline again, one at a time, after the search's `end`."""
-        selection, baseline = self._choice(), self._results.get(self._baseline)
-        if self.verifier is None or selection is None or baseline is None:
-            return end
+        self.verification = self.verification or self._begin_verification()
         if self.verification is None:
-            level = replace(self._cost, records=tuple(self.controls.levelled(self._cost.records)))
-            self.verification = self.verifier.begin(selection, baseline, self.measured_again, level)
+            return end
         asked = self.verification.ask(self._admission.seconds_left)
         if isinstance(asked, Finished):
             return replace(end, reason=f"{end.reason}; {asked.reason}")
-        name = asked.record.execution_identity
         prediction = self._cost.predict(asked.record.execution, warm=True, protocol=asked.protocol)
-        candidate = again(self._candidates[name], asked.name)
+        candidate = again(self._candidates[asked.record.execution_identity], asked.name)
         return self._run(Trial(candidate, "verification", prediction, asked.protocol, asked.device, asked.round))
+
+    def _begin_verification(self) -> Verification | None:
+        selection, baseline = self._choice(), self._results.get(self._baseline)
+        if self.verifier is None or selection is None or baseline is None:
+            return None
+        cost = replace(self._cost, records=tuple(self.controls.levelled(self._cost.records)))
+        return self.verifier.begin(selection, baseline, self.measured_again, cost)
+
+    def _nothing_to_verify(self) -> bool:
+        """Whether the baseline is best and ties with nothing: a choice that cannot be verified is better than none."""
+        choice = self._choice()
+        if choice is None or choice.record.execution != self.space.baseline:
+            return False
+        verification = self._begin_verification()
+        return verification is None or isinstance(verification.ask(math.inf), Finished)
 
     def _ask_control(self, device: str | None) -> Trial | None:
         """The baseline as a control, where a device has not measured it yet, or `device` not for long."""
@@ -235,12 +241,8 @@ class Study:
         anchors = [record.execution for record in ranked(self._compared.levelled())[:_FEW]]
         reach = self._pool.around([*anchors, self.space.baseline], outlook.gains_a_second, outlook.host_bound)
         is_ruled_out = RuledOut(self._results.values(), self.space.factors.get("sdpa_backend", ()))
-        running = self._searching()
-        return {
-            name: execution
-            for name, execution in reach.items()
-            if name not in self._results and name not in running and not is_ruled_out(execution)
-        }
+        known = {*self._results, *self._searching()}
+        return {name: one for name, one in reach.items() if name not in known and not is_ruled_out(one)}
 
     def _prediction(self, execution: Mapping[str, Any]) -> Prediction:
         """Of the search, the baseline first."""
