@@ -1,5 +1,6 @@
 """The deadline is the smaller of the budget and the allocation's time left less a margin."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from tinyllm_ray.allocation import (
     MARGIN_SECONDS,
     allocation_seconds_left,
     seconds_within_allocation,
+    within_allocation,
 )
+from tinyllm_ray.clock import Deadline
 from tinyllm_ray.errors import ConfigError
 from tinyllm_ray.tune.__main__ import main
 
@@ -35,6 +38,15 @@ def test_a_budget_that_fits_is_kept_and_a_longer_one_ends_a_minute_before_the_al
 
 def test_a_short_allocation_gives_a_tenth_away() -> None:
     assert within(2700, left=120) == pytest.approx(108)
+
+
+def test_a_deadline_moves_to_what_is_left_of_the_allocation_and_never_later() -> None:
+    deadline = Deadline(5000.0, lambda: 4000.0)
+    assert within_allocation(deadline, {}) == deadline
+    short = within_allocation(deadline, {END_VARIABLE: str(int(time.time()) + 600)})
+    assert (short.at, short.clock) == (pytest.approx(4540, abs=2), deadline.clock)
+    long = within_allocation(deadline, {END_VARIABLE: str(int(time.time()) + 6000)})
+    assert long == deadline
 
 
 def test_an_allocation_that_is_over_is_refused_with_the_variable() -> None:

@@ -6,7 +6,7 @@ Standard library only: the supervisor's command line imports this module.
 import time
 from collections.abc import Callable, Mapping
 
-from tinyllm_ray.clock import format_duration
+from tinyllm_ray.clock import Deadline, format_duration
 from tinyllm_ray.errors import ConfigError
 
 END_VARIABLE = "SLURM_JOB_END_TIME"
@@ -51,3 +51,12 @@ def seconds_within_allocation(
             f"submit again, or unset {END_VARIABLE} outside of a job"
         )
     return min(budget_seconds, left - margin_seconds(left))
+
+
+def within_allocation(deadline: Deadline, environment: Mapping[str, str]) -> Deadline:
+    """The deadline, or the moment by which what is left of the allocation less its margin is over, if that is earlier.
+
+    Raises ConfigError as `seconds_within_allocation`.
+    """
+    seconds = seconds_within_allocation(deadline.remaining(), environment)
+    return Deadline(min(deadline.at, deadline.clock() + seconds), deadline.clock)

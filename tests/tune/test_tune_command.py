@@ -46,13 +46,13 @@ def test_what_a_slow_folder_took_to_tell_the_rest_is_charged(tmp_path: Path, mon
 def test_all_that_passes_before_the_supervisor_starts_is_charged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def preempted(seconds: float, environment: object) -> float:
+    def preempted(deadline: Deadline, environment: object) -> Deadline:
         until = time.monotonic() + 0.05
         while time.monotonic() < until:
             pass
-        return seconds
+        return deadline
 
-    monkeypatch.setattr(command, "seconds_within_allocation", preempted)
+    monkeypatch.setattr(command, "within_allocation", preempted)
     monkeypatch.setattr(command, "process_age_seconds", lambda: 12.0)
     supervised = Supervised(monkeypatch, tmp_path)
     assert command.main([*HOUR, "--out", str(tmp_path)]) == 0

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tinyllm_ray.allocation import seconds_within_allocation
+from tinyllm_ray.allocation import within_allocation
 from tinyllm_ray.clock import Deadline, parse_duration
 from tinyllm_ray.command import exit_status, note, run_command
 from tinyllm_ray.errors import ConfigError
@@ -63,7 +63,7 @@ def _supervise(options: argparse.Namespace, arguments: list[str]) -> int:
     request = _request(options, budget)
     out = Path(str(request["out"]))
     whole = Deadline(began + left)
-    deadline = Deadline(min(whole.at, Deadline.after(seconds_within_allocation(left, os.environ)).at))
+    deadline = within_allocation(whole, os.environ)
     request["age_seconds"] = time.monotonic() - began  # last: on busy cores tenths of a second pass anywhere
     outcome = supervise(STUDY_COMMAND, request=request, deadline=deadline)
     if outcome.mirrored:  # the folder is this study's, and its file system answers

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinyllm_ray.allocation import seconds_within_allocation
+from tinyllm_ray.allocation import within_allocation
 from tinyllm_ray.clock import Deadline, parse_duration
 from tinyllm_ray.config import Config, load
 from tinyllm_ray.errors import (
@@ -226,7 +226,7 @@ def _fit(request: StudyRequest) -> None:
     """Run what is requested, under a supervisor; returns where there is an answer that can be read."""
     out, began = Path(request.out), time.monotonic()
     left = seconds_left(request.total_seconds, out, request.resume) + began - time.monotonic()
-    deadline = Deadline.after(seconds_within_allocation(left, os.environ))
+    deadline = within_allocation(Deadline.after(left), os.environ)
     values = request.model_dump(mode="json", exclude={"budget_seconds"})
     values["age_seconds"] = time.monotonic() - began
     outcome = supervise(STUDY_COMMAND, request=values, deadline=deadline)

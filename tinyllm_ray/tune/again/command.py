@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinyllm_ray.allocation import seconds_within_allocation
+from tinyllm_ray.allocation import within_allocation
 from tinyllm_ray.clock import Deadline, parse_duration
 from tinyllm_ray.command import Parser, exit_status
 from tinyllm_ray.errors import EXIT_NO_RESULT, EXIT_SIGINT, EXIT_USER, ConfigError, NoResultError, TinyllmRayError
@@ -225,7 +225,7 @@ def _supervise(
 ) -> tuple[Outcome, Deadline]:
     """`began` is on time.monotonic; the budget counts from there."""
     seconds = parse_duration(budget, "--budget")
-    deadline = Deadline(min(began + seconds, Deadline.after(seconds_within_allocation(seconds, os.environ)).at))
+    deadline = within_allocation(Deadline(began + seconds), os.environ)
     request = {
         "task": task,
         "budget": budget,
