@@ -26,6 +26,7 @@ def pack(tiny: MakeConfig, packing: dict[str, Any], **execution: Any) -> Config:
     rows = 16 if "topology" in packing else 4
     return tiny(
         model={"layers": 2, "width": 128, "heads": 2, "ffn": 256, "context": 16, "vocab_size": 61},
+        optimizer={"peak_learning_rate": 0.001},
         training={"tokens_per_update": 16 * rows, "token_budget": 16 * rows * 20, "epochs": 2},
         packing=packing,
         execution={"micro_batch_size": 2, **execution},
@@ -44,24 +45,26 @@ def test_they_train_as_one_by_one(
 ) -> None:
     """Twenty updates queued without a look at the device: what one side reads the other has finished writing.
 
-    Norms are compared in the first six: from there on these small models answer weights changed by 1e-4 with norms
-    changed by 5% and more (seen on a CPU), and weights in the end say the same. Those are compared by how far they
-    lie apart on the whole, over how far they came: a step lost of twenty is 5%, the small last one 1%, while
-    rounding turns AdamW's steps of a few weights whose gradients are next to nothing (8 of 31,232 on an H200).
+    Code compiled in two processes rounds differently. In bfloat16 on a CPU, compiled against eager at this rate: losses
+    up to 0.005 apart, norms 0.6%, weights 3% of how far they came, since AdamW goes by the signs of gradients that are
+    next to nothing; yet along the way all of them went, 0.05%. There one update lost of twenty is 5%, the last, whose
+    rate is next to nothing, 0.3%; losses are then 0.13 apart. (At ten times the rate rounding alone gives 0.13.)
     """
     config = pack(tiny, packing, update=update)
     found = []
     for way in ("processes", "one_by_one"):
         with Trainer(config.with_execution({"packed_backward": way}), tiny_cache) as trainer:
-            begun = [weight.detach().cpu().clone() for weight in trainer.model.parameters()]
+            begun = weights(trainer)
             losses, norms = torch.stack([torch.stack(trainer.step()) for _ in range(20)]).cpu().unbind(1)
-            moved = [weight.detach().cpu() - at for weight, at in zip(trainer.model.parameters(), begun, strict=True)]
-            found.append((losses, norms[:6], moved))
+            found.append((losses, norms, weights(trainer) - begun))
     (losses, norms, moved), expected = found
-    torch.testing.assert_close(losses, expected[0], rtol=2e-2, atol=2e-3)
-    torch.testing.assert_close(norms, expected[1], rtol=2e-2, atol=2e-3)
-    for one, other in zip(moved, expected[2], strict=True):
-        assert (one - other).norm() < 0.01 * other.norm()
+    torch.testing.assert_close(losses, expected[0], rtol=0, atol=0.02)
+    torch.testing.assert_close(norms, expected[1], rtol=0.02, atol=0)
+    assert float(moved @ expected[2] / (expected[2] @ expected[2])) == pytest.approx(1, abs=0.002)
+
+
+def weights(trainer: Trainer) -> torch.Tensor:
+    return torch.cat([weight.detach().cpu().flatten() for weight in trainer.model.parameters()])
 
 
 def test_memory_of_all_counts_and_a_killed_process_is_named(tiny: MakeConfig, tiny_cache: TokenCache) -> None:
