@@ -83,6 +83,11 @@ def test_pairs_are_interleaved_and_end_with_the_third_that_tells() -> None:
     assert "3 pairs of processes" in answer.reason
 
 
+def test_an_answer_says_that_processes_differ_by_more_than_they_do_where_nothing_else_runs() -> None:
+    assert "differ by" not in Run(1.08).go(math.inf).reason
+    assert "; processes of " in Run(1.5, noise=200.0).go(math.inf).reason
+
+
 def test_its_windows_are_short_and_its_tokens_the_studys() -> None:
     run = Run(1.08)
     run.go()

@@ -1,6 +1,7 @@
 """The last phase of a study: its order, its time, its failures, what it concludes, and how often that is right."""
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -115,6 +116,26 @@ class TestOrder:
         assert outcome is not None
         assert outcome.load_disagrees
         assert ", 1,900,000 targets/s under a minute's load, where the pair went otherwise (1.000x)" in outcome.reason
+
+    @pytest.mark.parametrize(("slow", "name"), [("A", "the baseline"), ("B", "B")])
+    def test_processes_that_something_slows_are_said(self, slow: str, name: str) -> None:
+        phase = Phase({"A": 0.0, "B": 0.3})
+
+        def busy(run: Run) -> dict[str, Any]:
+            slowed = run.candidate.execution_identity == slow and run.round == 1
+            return {"targets_per_second": 1.9e6 / 1.2 * (math.exp(0.3) if slow == "B" else 1)} if slowed else {}
+
+        phase.go(spoil=busy)
+        outcome = phase.verification.outcome()
+        assert outcome is not None
+        words = re.search(rf"; processes of {name} differ by (\d+)%, as where something else uses", outcome.reason)
+        assert words is not None
+        assert 18 <= int(words[1]) <= 22
+        quiet_one = Phase({"A": 0.0, "B": 0.3})
+        quiet_one.go()
+        told = quiet_one.verification.outcome()
+        assert told is not None
+        assert "differ" not in told.reason
 
     def test_open_comparisons_get_more_rounds_without_those_that_are_decided(self) -> None:
         phase = Phase({"A": 0.0, "B": 0.050, "C": 0.044, "D": 0.0}, NoisyDevice(seed=1))

@@ -37,6 +37,11 @@ LOOK_LEVEL = 0.01
 TIE_MARGIN = 0.006
 """Where the reported interval lies within this of equal, a difference would not be worth looking for."""
 
+UNSTEADY_SHARE = 0.06
+"""Processes of one execution further apart say that something else is at work: on a GPU that nobody else uses they lie
+within 1.5% of each other, on two idle CPU cores usually within 6%, and where other machines of an H200's host took its
+cores a compiled baseline that launches its kernels one by one came out 2 to 17% too slow."""
+
 Outcome = Literal["faster", "slower", "tie", "open"]
 
 
@@ -119,6 +124,20 @@ def judge(pairs: Sequence[Pair], spread: Spread = CAUTIOUS_SPREAD, comparisons: 
     else:
         outcome = "tie" if abs(mean) + interval <= TIE_MARGIN else "open"
     return Verdict(math.exp(mean), math.exp(mean - interval), math.exp(mean + interval), len(pairs), outcome)
+
+
+def unsteady(pairs: Sequence[Pair], candidate: str) -> str:
+    """In words, to add to a verdict on `candidate` and the baseline, by how much processes of one of them differ among
+    themselves; empty where that is usual."""
+    rates = {
+        candidate: [pair.candidate.targets_per_second for pair in pairs],
+        "the baseline": [pair.other.targets_per_second for pair in pairs],
+    }
+    apart = {name: max(found) / min(found) - 1 for name, found in rates.items() if found}
+    name = max(apart, key=lambda name: apart[name], default=candidate)
+    if apart.get(name, 0.0) <= UNSTEADY_SHARE:
+        return ""
+    return f"; processes of {name} differ by {100 * apart[name]:.0f}%, as where something else uses the machine"
 
 
 def disagrees(pair: Pair, others: Sequence[Pair], spread: Spread = CAUTIOUS_SPREAD) -> bool:

@@ -18,7 +18,7 @@ from tinyllm_ray.search.cost import Prediction
 from tinyllm_ray.search.fitting import FittedSpace
 from tinyllm_ray.search.noise import Spread
 from tinyllm_ray.search.paired import Rounds
-from tinyllm_ray.search.pairs import CAUTIOUS_SPREAD, LEAST_PAIRS, Verdict, judge
+from tinyllm_ray.search.pairs import CAUTIOUS_SPREAD, LEAST_PAIRS, Pair, Verdict, judge, unsteady
 from tinyllm_ray.search.rates import rate
 from tinyllm_ray.search.study import Study
 from tinyllm_ray.search.verification import MOST_FAILURES, Verification
@@ -127,6 +127,7 @@ class Validation(Study):
             words += f", and it takes {LEAST_PAIRS} to tell"
         elif verdict.outcome == "open":
             words += ", a difference inside the noise"
+        words += unsteady(self._measured_pairs(), question.other.id)
         return Answer(outcome_of(verdict, question.claim), words, verdict)
 
     def _ask_first_pair(self, name: str, remaining_seconds: float) -> Trial | Finished:
@@ -163,9 +164,12 @@ class Validation(Study):
         return self._cost.predict(execution, warm=warm, protocol=protocol)
 
     def _verdict(self) -> Verdict | None:
-        baseline, other = self._both
-        pairs = self.verification.verification.pairs(other, baseline) if isinstance(self.verification, Rounds) else []
+        pairs = self._measured_pairs()
         return judge(pairs, self._spread) if pairs else None
+
+    def _measured_pairs(self) -> list[Pair]:
+        baseline, other = self._both
+        return self.verification.verification.pairs(other, baseline) if isinstance(self.verification, Rounds) else []
 
     def _complete(self) -> dict[str, TrialRecord]:
         """The first complete record of each of the two, the baseline first."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tinyllm_ray.records import TrialRecord
 from tinyllm_ray.search.noise import Spread
-from tinyllm_ray.search.pairs import LEAST_PAIRS, Pair, Verdict, disagrees, judge
+from tinyllm_ray.search.pairs import LEAST_PAIRS, Pair, Verdict, disagrees, judge, unsteady
 from tinyllm_ray.search.verdict import FULL, break_tie, fills_memory
 
 
@@ -85,6 +85,7 @@ def conclude(evidence: Evidence) -> Verified | None:
     load = [pair for pair in pairs.get(selected, []) if pair.sustained][-1:]
     short = [pair for pair in pairs.get(selected, []) if not pair.sustained]
     load_disagrees = any(disagrees(pair, short, spread) for pair in load)
+    shown = selected if selected in pairs else next(iter(pairs))
     speeds = {name: verdict.ratio for name, verdict in verdicts.items()} | {baseline: 1.0}
     fastest = max(speeds, key=lambda name: speeds[name])
     outrun = evidence.members.get(fastest) if fastest not in tied else None
@@ -97,7 +98,8 @@ def conclude(evidence: Evidence) -> Verified | None:
         sustained_targets_per_second=evidence.sustained_rate(selected),
         baseline_sustained_targets_per_second=evidence.sustained_rate(baseline),
         load_disagrees=load_disagrees,
-        reason=_reason(chosen, verdicts.get(selected), ties, _under_load(load, load_disagrees), outrun),
+        reason=_reason(chosen, verdicts.get(selected), ties, _under_load(load, load_disagrees), outrun)
+        + unsteady(pairs[shown], evidence.members[shown].candidate),
     )
 
 
