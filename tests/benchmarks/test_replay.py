@@ -175,20 +175,21 @@ def test_a_recorded_table_is_played_as_it_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "number", "second", "third"),
-    [("apart", 2, 0.7, 1.1), ("alike", 2, 0.8, 0.7), ("alike", 0, 1.1, 0.8)],
-)
-def test_a_next_size_begins_with_what_the_last_one_showed_and_is_not_misled_by_it(
-    kind: str, number: int, second: float, third: float
-) -> None:
+@pytest.mark.parametrize("kind", ["apart", "alike"])
+def test_a_next_size_begins_with_what_the_last_one_showed_and_is_not_misled_by_it(kind: str) -> None:
     """`apart` plants a kernel and a kind that gain at two sizes and lose at the third.
 
-    `second` and `third` are trials of the search over those of a study that begins with nothing, at most.
+    In five families the second and third size took 0.83 and 0.86 (apart), 0.82 and 0.81 (alike) of the search's trials
+    of studies that began with nothing.
     """
-    tables = family(kind, number, KERNELS[:2])
-    alone, carried = (sizes_in_turn(tables, 0, 2700, carry) for carry in (False, True))
-    assert alone[0] == carried[0]
-    assert [one["regret"] for one in carried] == [0.0] * 3
-    assert carried[1]["searched"] < second * alone[1]["searched"]
-    assert carried[2]["searched"] < third * alone[2]["searched"]
+    searched = {False: [0, 0, 0], True: [0, 0, 0]}
+    for number in range(5):
+        tables = family(kind, number, KERNELS[:2])
+        for carry in (False, True):
+            sizes = sizes_in_turn(tables, 0, 2700, carry)
+            assert [one["regret"] for one in sizes] == [0.0] * 3
+            counts = [one["searched"] for one in sizes]
+            searched[carry] = [sum(both) for both in zip(searched[carry], counts, strict=True)]
+    assert searched[True][0] == searched[False][0]
+    assert searched[True][1] < 0.9 * searched[False][1]
+    assert searched[True][2] < 0.9 * searched[False][2]
