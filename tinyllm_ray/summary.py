@@ -11,6 +11,20 @@ from tinyllm_ray.errors import TinyllmRayError
 
 SUMMARY = "summary.json"
 
+_FORMS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(
+        ("budget_seconds", "elapsed_seconds", "parameters", "targets_per_update", "timestamp"), (int, float)
+    ),
+    **dict.fromkeys(("study", "verdict", "ended"), str),
+    **dict.fromkeys(("baseline", "eager", "selected", "speedup", "verification", "objective", "account"), dict),
+    **dict.fromkeys(("candidates", "winners", "devices", "ties", "sessions", "studies"), list),
+}
+"""Of what is read of a summary, where it is there and not null."""
+_WITH_CANDIDATE = ("baseline", "eager", "selected", "candidates", "winners")
+"""Objects, or lists of them, that name one."""
+_SHOWN = 60
+"""Characters of a value in an error."""
+
 
 def read_summary(out: Path) -> dict[str, Any]:
     """The summary of the study in `out`, empty where there is none.
@@ -27,7 +41,25 @@ def read_summary(out: Path) -> dict[str, Any]:
         raise TinyllmRayError(f"{out / SUMMARY} is damaged: {error}") from None
     if not isinstance(summary, dict):
         raise TinyllmRayError(f"{out / SUMMARY} is damaged: it holds no JSON object")
+    for key, form in _FORMS.items():
+        if not _is_well_formed(key, form, summary.get(key)):
+            shown = json.dumps(summary[key])
+            shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
+            raise TinyllmRayError(
+                f"{out / SUMMARY} is damaged: {key}: {shown}; delete the file, the records are enough"
+            )
     return summary
+
+
+def _is_well_formed(key: str, form: type | tuple[type, ...], value: Any) -> bool:
+    if value is None:
+        return True
+    if not isinstance(value, form) or isinstance(value, bool):
+        return False
+    parts: list[Any] = value if isinstance(value, list) else [value]
+    if key in _WITH_CANDIDATE:
+        return all(isinstance(one, dict) and isinstance(one.get("candidate"), str) for one in parts)
+    return form is not list or all(isinstance(one, str if key == "ties" else dict) for one in parts)
 
 
 def find_summary(out: Path) -> dict[str, Any]:
