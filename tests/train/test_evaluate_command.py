@@ -97,7 +97,7 @@ def test_what_needs_a_gpu_is_no_part_of_an_evaluation(run: Path, capsys: pytest.
     settings = [word for value in values for word in ("--set", f"execution.{value}")]
     assert evaluate(capsys, run, *settings)["loss"] == loss
     line = refusal(capsys, run, *settings, "--set", "execution.sdpa_backend=cudnn")
-    assert "execution.sdpa_backend: 'cudnn' needs a GPU, and there is none; a CPU has auto, flash, math" in line
+    assert "execution.sdpa_backend: 'cudnn' (a CPU has auto, flash, math) needs a GPU, and there is none" in line
 
 
 def test_another_split(run: Path, tiny_cache: TokenCache, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 What a graph itself does is tested on a GPU (test_graph_on_gpu.py), what trainings make of it in test_graph_training.py.
 """
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -130,8 +131,19 @@ class TestAsked:
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
     def test_a_cpu_is_refused(self, tiny: MakeConfig) -> None:
-        with pytest.raises(ConfigError, match=r"execution.update: 'graph' needs a GPU.*a CPU has eager, compiled"):
+        with pytest.raises(ConfigError, match=r"execution.update: 'graph' \(a CPU has eager, compiled\) needs a GPU"):
             Trainer(tiny(execution={"update": "graph"}), None)
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+    def test_all_that_a_cpu_has_not_is_said_at_once(self, tiny: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        execution = {"update": "graph", "norm_kernel": "triton", "residual_dtype": "bfloat16"}
+        words = (
+            "execution.update: 'graph' (a CPU has eager, compiled), execution.norm_kernel: 'triton' (a CPU has torch), "
+            "execution.residual_dtype: 'bfloat16' (a CPU has float32) need a GPU, and there is none"
+        )
+        with pytest.raises(ConfigError, match=f"^{re.escape(words)}$"):
+            Trainer(tiny(execution=execution), None)
 
     def test_processes_are_refused(self, tiny: MakeConfig) -> None:
         with pytest.raises(ConfigError, match=r"graph captures .*take"):

@@ -206,10 +206,15 @@ def choose_device(config: Config) -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", 0)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # then Triton's kernels run anywhere, slowly
-    for key, value in config.execution:
-        if needs_gpu(key, value) and not (interpreted and value == "triton"):
-            options = ", ".join(option for option in options_of(key) if not needs_gpu(key, option))
-            raise ConfigError(f"execution.{key}: {value!r} needs a GPU, and there is none; a CPU has {options}")
+    beyond = [
+        (key, value)
+        for key, value in config.execution
+        if needs_gpu(key, value) and not (interpreted and value == "triton")
+    ]
+    if beyond:  # all at once: whoever takes a GPU's answer to a CPU has to set each
+        options = {key: ", ".join(one for one in options_of(key) if not needs_gpu(key, one)) for key, _ in beyond}
+        names = ", ".join(f"execution.{key}: {value!r} (a CPU has {options[key]})" for key, value in beyond)
+        raise ConfigError(f"{names} need{'s' * (len(beyond) == 1)} a GPU, and there is none")
     return torch.device("cpu")
 
 
