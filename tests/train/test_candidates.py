@@ -246,6 +246,7 @@ def test_killed_it_fails_and_the_next_one_runs(bench: Bench, tiny: MakeConfig) -
     assert record.reason is not None
     assert "SIGKILL" in record.reason
     assert len(record.windows) >= 2
+    assert len(record.devices) == 1, "where it ran is said before it ends"
     assert bench.run(tiny()).fate is Fate.COMPLETE
 
 

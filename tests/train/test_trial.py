@@ -62,7 +62,7 @@ class TestEvents:
         assert rates[0] <= result["targets_per_second"] <= rates[1]
         assert result["threads"] == 1
         assert Memory.model_validate(result["memory"]).used_bytes
-        assert all(Device.model_validate(device) for device in result["devices"])
+        assert all(Device.model_validate(device) for device in events[1]["devices"])
 
     @pytest.mark.parametrize("mixing", [{}, {"topology": "complete", "scheme": "awc"}])
     def test_a_pack_is_measured_by_the_targets_of_all_its_models(

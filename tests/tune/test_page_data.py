@@ -65,6 +65,14 @@ def test_a_stage_lies_where_the_windows_times_put_it() -> None:
     assert spent.sums["NVIDIA H200 on node0 (0e00)"][IDLE] == pytest.approx(5.0)
 
 
+def test_what_never_had_a_device_is_on_the_only_one_there_is() -> None:
+    failed = record("c02", None, BEGAN + 14, fate=Fate.FAILED).model_copy(update={"devices": []})
+    one = [record("c01", 1000.0, BEGAN), failed]
+    assert list(spending(one, {}).sums) == ["NVIDIA H200 on node0 (0e00)"]
+    two = [*one, record("c03", 1000.0, BEGAN + 30, device=GPUS[1])]
+    assert set(spending(two, {}).sums) >= {"NVIDIA H200 on node0 (0e00)", "unknown device"}
+
+
 def test_the_days_between_two_sessions_are_not_in_the_budget() -> None:
     day = 86_400.0
     records = [record("c01", 1000.0, BEGAN), record("c02", 1100.0, BEGAN + 14), record("c03", 1200.0, BEGAN + day)]

@@ -26,12 +26,16 @@ class RunningCandidate:
     stage: str = "start"
     stage_seconds: dict[str, float] = field(default_factory=dict)
     start_stage_seconds: dict[str, float] = field(default_factory=dict)
+    devices: list[Device] = field(default_factory=list)
+    """Where it runs, once it has begun there."""
     windows: list[Window] = field(default_factory=list)
     result: dict[str, Any] | None = None
     error: dict[str, Any] | None = None
 
     def hear(self, event: Mapping[str, Any]) -> None:
         """Take in one event of the candidate's process."""
+        if "devices" in event:
+            self.devices = [Device.model_validate(device) for device in event["devices"]]
         match event["event"]:
             case "ready":
                 self.import_seconds = event["import_seconds"]
@@ -101,7 +105,7 @@ def build_record(
         source_dirty=source["dirty"],
         execution=execution,
         protocol=Protocol.model_validate(request["protocol"]),
-        devices=[Device.model_validate(device) for device in result.get("devices", [])],
+        devices=candidate.devices,
         seconds=_seconds(candidate, total_seconds),
         start_stage_seconds=candidate.start_stage_seconds,
         windows=candidate.windows,

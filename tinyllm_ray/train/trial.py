@@ -2,7 +2,8 @@
 
 What it says are plain events, so that whatever ends the process leaves the events before it standing:
 `{"event": "stage", "stage": "start" | "compile" | "warmup" | "windows" | "proof", "seconds"}`, where the seconds are
-those of the stage before (with `windows` those of the whole warm-up; `proof` has none, since windows tell their own),
+those of the stage before (with `windows` those of the whole warm-up; `proof` has none, since windows tell their own;
+`compile` also says the start's own stages, and the devices, which a candidate that fails later has run on, too),
 `{"event": "window", "window": {...}}` and at the end either `{"event": "result", ...}`, with the proof and its faults,
 or `{"event": "error", "out_of_memory", "reason"}`.
 """
@@ -74,7 +75,9 @@ def _measure_candidate(request: TrialRequest, emit: Emit, begin: float, clock: C
     config, cache = Config.model_validate(request.config), _open_tokens(request)
     with Trainer(config, cache, request.range_server) as trainer:
         stages |= trainer.stage_seconds
-        emit({"event": "stage", "stage": "compile", "seconds": clock() - begin, "stages": stages})
+        seen_devices = devices()
+        told = {"devices": [device.model_dump(mode="json") for device in seen_devices]}
+        emit({"event": "stage", "stage": "compile", "seconds": clock() - begin, "stages": stages, **told})
 
         def first_update(seconds: float) -> None:
             emit({"event": "stage", "stage": "warmup", "seconds": seconds})
@@ -86,7 +89,6 @@ def _measure_candidate(request: TrialRequest, emit: Emit, begin: float, clock: C
             emit({"event": "window", "window": seen.model_dump(mode="json")})
 
         watched = Watched(trainer)
-        seen_devices = devices()
         sensors = open_sensors(seen_devices[0].identifier)
         found = measure(watched, request.protocol, window, first_update, warm, clock, bar=request.bar, sensors=sensors)
         memory = trainer.peak_memory()  # before the proof, which takes of its own
@@ -104,7 +106,6 @@ def _measure_candidate(request: TrialRequest, emit: Emit, begin: float, clock: C
                 "targets_per_second": found.targets_per_second,
                 "memory": memory.model_dump(mode="json"),
                 "dominated": found.dominated,
-                "devices": [device.model_dump(mode="json") for device in seen_devices],
                 "threads": trainer.threads,
                 "kernels": evidence.kernels and [kernel.model_dump(mode="json") for kernel in evidence.kernels],
                 "proof": evidence.proof.model_dump(mode="json"),

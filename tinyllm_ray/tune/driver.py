@@ -167,7 +167,8 @@ class StudyDriver:
 
     def _end(self, candidate: str, record: TrialRecord, place: str | None = None) -> None:
         del self._running[candidate]
-        self._freed = device_name(record) if record.devices else None
+        # A lost one's device may be gone with its node.
+        self._freed = device_name(record) if record.devices and record.fate != Fate.LOST else None
         if self._freed and place:
             self._places[self._freed] = place
         record = judged(record, self._records, identity(self.study.space.baseline), self._learning_rates)

@@ -55,11 +55,14 @@ def spending(records: Sequence[TrialRecord], summary: Mapping[str, Any]) -> Spen
     written = summary.get("timestamp")
     after = min(max(0.0, written - last), elapsed - active) if written else 0.0
     lead = max(0.0, elapsed - active - after)
+    known = {label for record in records for label in _labels(record)}
+    # What ended before it had a device ran on the only one there is.
+    unknown = known.pop() if len(known) == 1 else device_label(None)
     slices = tuple(
         Slice(device, record.candidate, stage, lead + _budget_time(began, first, cuts), seconds)
         for record in sorted(records, key=lambda record: record.timestamp)
         if record.seconds.total is not None
-        for device in _labels(record)
+        for device in _labels(record) or [unknown]
         for stage, began, seconds in _stages(record)
     )
     return Spending(budget, elapsed, slices, _sums(slices, elapsed))
@@ -74,7 +77,7 @@ def device_label(device: Device | None) -> str:
 
 
 def _labels(record: TrialRecord) -> list[str]:
-    return [device_label(device) for device in record.devices] or [device_label(None)]
+    return [device_label(device) for device in record.devices]
 
 
 def _end(record: TrialRecord) -> float:
