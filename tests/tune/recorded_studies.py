@@ -13,7 +13,7 @@ from command_line import TINY_RECIPE, TINY_SPACE, Finished
 
 from tinyllm_ray import journal
 from tinyllm_ray.clock import Deadline
-from tinyllm_ray.config import Config, identity, load
+from tinyllm_ray.config import Config, load
 from tinyllm_ray.data.prepare import CACHE_VARIABLE
 from tinyllm_ray.measure.environment import collect_environment, devices, source_identity, usable_cores
 from tinyllm_ray.records import Fate, TrialRecord, Window
@@ -25,6 +25,7 @@ from tinyllm_ray.train.outcome import RunningCandidate, build_record
 from tinyllm_ray.tune.driver import StudyDriver
 from tinyllm_ray.tune.folder import CANDIDATES, DEFINITION, TRIALS, Definition
 from tinyllm_ray.tune.report import Report
+from tinyllm_ray.tune.same_study import space_identity
 from tinyllm_ray.yamlfile import dump_yaml
 
 STUDY = "20260101-000000-abcdef"
@@ -42,14 +43,7 @@ def write_study(
         study=STUDY,
         recipe_identity=config.recipe_identity,
         space=fitted.name,
-        space_identity=identity(
-            {
-                "baseline": fitted.baseline,
-                "factors": fitted.factors,
-                "when": fitted.when,
-                "protocol": fitted.protocol.model_dump(mode="json"),
-            }
-        ),
+        space_identity=space_identity(fitted),
         budget="120s",
         recipe=config.model_dump(mode="json"),
     )
