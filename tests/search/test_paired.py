@@ -100,7 +100,7 @@ def test_time_is_kept_for_the_fastest_where_the_search_chooses_what_starts_soone
 
 def test_the_search_keeps_the_time_of_pairs_with_what_ties_with_the_baseline() -> None:
     """A baseline that wins a wide tie for its start is verified beside the fastest of it, as any choice would be."""
-    quick, slow = {"start": 0.5, "compile": 0.5, "total": 1.5}, {"start": 0.5, "compile": 3.0, "total": 9.0}
+    quick, slow = {"start": 0.5, "compile": 0.5, "total": 1.5}, {"start": 0.5, "compile": 9.0, "total": 20.0}
     soon = record(make_candidate(1, SPACE.settle({"update": "eager"})), rates=(1.0e6, 0.9e6, 1.1e6), seconds=quick)
     fast = record(make_candidate(2, SPACE.settle({"update": "compiled"})), rates=(1.08e6, 0.98e6, 1.18e6), seconds=slow)
     fit = replace(SPACE, baseline=soon.execution, protocol=Protocol(windows=3, updates_per_window=10))
@@ -115,8 +115,10 @@ def test_the_search_keeps_the_time_of_pairs_with_what_ties_with_the_baseline() -
         assert isinstance(answer, Trial)
         return study
 
-    enough = asked(1e9)._reserve(fast.execution)
-    assert asked(1e9).verification is None, "with time for both the search goes on"
+    ample = asked(1e9)
+    enough, least = ample._reserve(fast.execution), verifier.seconds(ample._cost, fast.execution, soon.execution)
+    assert ample.verification is None, "with time for both the search goes on"
     begun = asked(enough).verification
     assert isinstance(begun, Rounds)
     assert begun.verification.finalists == [fast.execution_identity]
+    assert asked(0.9 * least).verification is None, "what cannot be verified any more keeps nothing from the search"

@@ -223,12 +223,12 @@ class Study:
         return self.verifier.begin(selection, baseline, self.measured_again, cost)
 
     def _nothing_to_verify(self) -> bool:
-        """Whether the baseline is best and ties with nothing: a choice that cannot be verified is better than none."""
+        """Whether the baseline is best and no tie with it can be told in time: any other choice is better than that."""
         choice = self._choice()
         if choice is None or choice.record.execution != self.space.baseline:
             return False
         verification = self._begin_verification()
-        return verification is None or isinstance(verification.ask(math.inf), Finished)
+        return verification is None or isinstance(verification.ask(self._admission.seconds_left), Finished)
 
     def _ask_control(self, device: str | None) -> Trial | None:
         """The baseline as a control, where a device has not measured it yet, or `device` not for long."""
