@@ -87,6 +87,7 @@ def test_a_killed_actor_costs_its_candidate_only(connection: Connection, tmp_pat
     assert len(set(script.actors)) == 2
 
 
+@pytest.mark.long
 def test_a_study_joins_a_running_cluster_and_leaves_it_running(
     connection: Connection, run_module: RunModule, tiny: Path, tmp_path: Path
 ) -> None:
